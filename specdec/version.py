@@ -1,0 +1,3 @@
+"""The version of the package, in one place and free of imports."""
+
+__version__ = "0.1.0"
