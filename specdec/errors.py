@@ -1,7 +1,7 @@
 """The exceptions that end a run in one clear line.
 
-Messages have the form *what, where: found, expected; what to do*. The command line prints them as
-``error: MESSAGE`` and leaves with ``exit_code``; anything that is not a `SpecdecError` is a bug of ours.
+Messages have the form *what, where: found, expected; what to do*. The command line prints them
+as ``error: MESSAGE`` and leaves with ``exit_code``; any other exception is a bug of ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every choice a user can make, as frozen dataclasses: defaults and checks live here and only here.
 
-`Options` is a tree. A leaf is addressed by its dotted path (``"spec.draft.n_max"``); the command line,
-environment variables, model files and server requests all reach it through `Options.merge`.
+`Options` is a tree. A leaf is addressed by its dotted path (``"spec.draft.n_max"``); the command
+line, environment variables, model files and server requests all reach it through `Options.merge`.
 Names are llama.cpp's. Nothing here imports torch.
 """
 
@@ -57,6 +57,7 @@ DEFAULT_SAMPLERS = (
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """Cache types that llama.cpp knows; the first three are real here."""
 
+_Node = typing.TypeVar("_Node")
 RopeScaling = Literal["none", "linear", "yarn"]
 DraftSampling = Literal["greedy", "probabilistic"]
 
@@ -473,7 +474,7 @@ class Options:
         return _replace(self, values)
 
 
-def _replace(node: Any, values: Mapping[str, Any]) -> Any:
+def _replace(node: _Node, values: Mapping[str, Any]) -> _Node:
     """``node`` with dotted leaves replaced; each dataclass is rebuilt, hence checked, once."""
     changes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -485,7 +486,7 @@ def _replace(node: Any, values: Mapping[str, Any]) -> Any:
             changes[head] = value
     for head, inner in nested.items():
         changes[head] = _replace(getattr(node, head), inner)
-    return dataclasses.replace(node, **changes) if changes else node
+    return dataclasses.replace(node, **changes) if changes else node  # type: ignore[type-var]
 
 
 @functools.cache
