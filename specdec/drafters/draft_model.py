@@ -1,0 +1,96 @@
+"""draft-simple: a second, smaller causal model with the same vocabulary.
+
+Its cache follows the target's. Rows that drafting computed for accepted tokens are kept, so each
+token is run once.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import Draft, DraftSampler, Pick, as_candidates
+from specdec.models.base import Target
+from specdec.options import DraftOptions, SamplingOptions
+
+log = logging.getLogger(__name__)
+
+
+class DraftModel:
+    """Drafts token by token with ``model`` over a context of ``n_ctx`` tokens."""
+
+    name = "draft-simple"
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        model: Target,
+        options: DraftOptions,
+        n_ctx: int,
+        *,
+        dtype_k: torch.dtype = torch.float32,
+        dtype_v: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.n_ctx = n_ctx
+        self._dtypes = (dtype_k, dtype_v)
+        self._warned = False
+        self.begin(SamplingOptions())
+
+    def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
+        """See `Drafter.begin`."""
+        if kept:
+            self._cache.truncate(kept)
+        else:
+            dtype_k, dtype_v = self._dtypes
+            self._cache = self.model.new_cache(self.n_ctx, dtype_k=dtype_k, dtype_v=dtype_v)
+        self._observed = kept
+        self._sampler = DraftSampler(self.options, sampling)
+        return kept
+
+    def observe(self, tokens: Tensor, hidden: Tensor | None) -> None:
+        """Runs the tokens that drafting has not run already."""
+        self._observed += tokens.shape[0]
+        missing = tokens[tokens.shape[0] - (self._observed - self._cache.length) :]
+        if missing.shape[0]:
+            self.model(missing.to(self.model.device), self._cache, logit_rows=0)
+
+    def draft(self, last_token: int, room: int) -> Draft:
+        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`."""
+        length = self._longest(room)
+        picks: list[Pick] = []
+        end = "n_max" if length == self.options.n_max else "room"
+        token = last_token
+        while len(picks) < length:
+            logits = self.model(torch.tensor([token], device=self.model.device), self._cache).logits
+            pick = self._sampler.pick(logits[0])
+            if pick.confidence < self.options.p_min:
+                end = "p_min"
+                break
+            picks.append(pick)
+            token = pick.token
+        if len(picks) < max(self.options.n_min, 1):
+            self._cache.truncate(self._observed)
+            return Draft(end="n_min" if picks else end)
+        return Draft([pick.token for pick in picks], as_candidates(picks), end)
+
+    def accept(self, accepted: int) -> None:
+        """Keeps the rows of the last token and of the accepted tokens, as far as they were run."""
+        self._cache.truncate(min(self._cache.length, self._observed + 1 + accepted))
+
+    def _longest(self, room: int) -> int:
+        """The draft length that fits the room and the context the draft was trained for."""
+        n_train = self.model.config.n_ctx_train
+        if not n_train or self._observed + room <= n_train:
+            return min(self.options.n_max, room)
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: the draft model was trained for a context of %d tokens; no drafts past it",
+                self.name,
+                n_train,
+            )
+        return max(min(self.options.n_max, n_train - self._observed), 0)

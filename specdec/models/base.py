@@ -1,0 +1,280 @@
+"""The target: a model whose distribution is served.
+
+Knows how to run tokens through blocks, where to tap the residual stream, and how to load weights by
+name. Knows nothing about drafters: it is asked for *taps*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.errors import MismatchError, ModelFileError, UnsupportedError
+from specdec.gguf_file import GGUFFile
+from specdec.kv_cache import KVCache
+from specdec.models.layers import (
+    ROW_BLOCK,
+    DecoderLayer,
+    LayerSpec,
+    RopeSpec,
+    RotaryEmbedding,
+    Rows,
+)
+from specdec.options import RopeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the file says about the model as a whole."""
+
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    rms_eps: float
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    """c in c * tanh(logits / c); 0 = none."""
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """What one forward gives."""
+
+    logits: Tensor
+    """[R, V] float32, the last R rows asked for."""
+    hidden: Tensor | None
+    """[T, n_taps, D] in the order of ``taps``; None if none were asked for."""
+
+
+class Target(nn.Module):
+    """A decoder-only transformer with a cache, built from `LayerSpec` data."""
+
+    def __init__(self, config: ModelConfig, specs: Sequence[LayerSpec], *, tied: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embd = nn.Embedding(config.n_vocab, config.n_embd)
+        self.blk = nn.ModuleList(DecoderLayer(spec) for spec in specs)
+        self.output_norm = nn.RMSNorm(config.n_embd, eps=config.rms_eps)
+        if not tied:
+            self.output = nn.Linear(config.n_embd, config.n_vocab, bias=False)
+        self._layers: list[DecoderLayer] = list(self.blk)  # type: ignore[arg-type]
+        kinds = list(dict.fromkeys(spec.rope for spec in specs))
+        self._rotary = [RotaryEmbedding(kind) for kind in kinds]
+        self._rotary_of = [kinds.index(spec.rope) for spec in specs]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.token_embd.weight.device
+
+    @property
+    def n_taps(self) -> int:
+        """Number of points that can be tapped: every layer's input and the last layer's output."""
+        return self.config.n_layer + 1
+
+    def new_cache(
+        self,
+        n_ctx: int,
+        *,
+        dtype_k: torch.dtype = torch.float32,
+        dtype_v: torch.dtype = torch.float32,
+    ) -> KVCache:
+        """An empty cache for ``n_ctx`` tokens; memory is taken as it fills."""
+        shapes = [layer.spec.cache_shape for layer in self._layers]
+        return KVCache(shapes, n_ctx, device=self.device, dtype_k=dtype_k, dtype_v=dtype_v)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        *,
+        taps: Sequence[int] = (),
+        logit_rows: int | None = None,
+    ) -> TargetOutput:
+        """Runs tokens [T] int64 at positions ``cache.length`` ... and commits them to the cache.
+
+        ``taps``: k in 0 ... n_layer is the residual stream entering layer k (n_layer: after the
+        last layer, before the output norm). ``logit_rows``: None = all, 1 = the last, 0 = none.
+        When all logits are wanted (verification, single steps) rows are computed in blocks of
+        `ROW_BLOCK`, so that a row's numbers do not depend on how many rows share the pass.
+        """
+        if logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
+            blocks = [self._exact(part, cache, taps) for part in tokens.split(ROW_BLOCK)]
+        else:
+            blocks = [self._wide(tokens, cache, taps)]
+        wanted = tokens.shape[0] if logit_rows is None else logit_rows
+        return TargetOutput(
+            self._logits(torch.cat([final for final, _ in blocks])[tokens.shape[0] - wanted :]),
+            torch.cat([tapped for _, tapped in blocks]) if taps else None,
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding table, [T] -> [T, D], without the architecture's scale."""
+        return self.token_embd(tokens)  # type: ignore[no-any-return]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone (no norm, no soft cap), [T, D] -> [T, V] float32."""
+        tied = not hasattr(self, "output")
+        return F.linear(hidden, (self.token_embd if tied else self.output).weight).float()
+
+    def _logits(self, final: Tensor) -> Tensor:
+        """Logits [R, V] of last hidden states [R, D], in blocks of `ROW_BLOCK` rows."""
+        parts = [
+            self.lm_head(F.pad(part, (0, 0, 0, ROW_BLOCK - part.shape[0])))[: part.shape[0]]
+            for part in self.output_norm(final).split(ROW_BLOCK)
+        ]
+        logits = torch.cat(parts) if parts else final.new_empty(0, self.config.n_vocab)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _exact(
+        self, tokens: Tensor, cache: KVCache, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        count = tokens.shape[0]
+        padded = F.pad(tokens, (0, ROW_BLOCK - count))
+        rows = Rows(cache.length, count, exact=True)
+        final, tapped = self._run(padded, cache, taps, rows)
+        return final[:count], tapped[:count]
+
+    def _wide(self, tokens: Tensor, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = Rows(cache.length, tokens.shape[0], exact=False)
+        return self._run(tokens, cache, taps, rows)
+
+    def _run(
+        self, tokens: Tensor, cache: KVCache, taps: Sequence[int], rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """(last hidden state [T, D], taps [T, n_taps, D]); commits ``rows.count`` rows."""
+        positions = torch.arange(rows.start, rows.start + tokens.shape[0], device=tokens.device)
+        tables = [module(positions) for module in self._rotary]
+        hidden = self.embed(tokens)
+        if self.config.embedding_scale != 1.0:
+            hidden = hidden * self.config.embedding_scale
+        tapped = hidden.new_empty(tokens.shape[0], len(taps), self.config.n_embd)
+        for index, layer in enumerate(self._layers):
+            _store(tapped, taps, index, hidden)
+            hidden = layer(hidden, cache, index, tables[self._rotary_of[index]], rows)
+        _store(tapped, taps, len(self._layers), hidden)
+        cache.advance(rows.count)
+        return hidden, tapped
+
+
+def _store(tapped: Tensor, taps: Sequence[int], layer: int, hidden: Tensor) -> None:
+    for slot, tap in enumerate(taps):
+        if tap == layer:
+            tapped[:, slot] = hidden
+
+
+def read_rope(file: GGUFFile, n_rot: int, options: RopeOptions) -> RopeSpec:
+    """The rotary embedding of a file with the user's overrides (llama.cpp's `rope.scaling.*` keys).
+
+    Raises `UnsupportedError` for a scaling type other than none, linear and yarn.
+    """
+    kind = options.scaling or file.get_str(file.key("rope.scaling.type"), default=None)
+    factor = file.get_float(file.key("rope.scaling.factor"), default=0.0)
+    if not factor:
+        factor = file.get_float(file.key("rope.scale_linear"), default=0.0)
+    kind = kind or "linear"
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedError(
+            f"{file.path}: rope scaling type '{kind}' is not supported; known: none, linear, yarn"
+        )
+    scale = 1.0 if kind == "none" or not factor else 1.0 / factor
+    base = options.freq_base or file.get_float(file.key("rope.freq_base"), default=10000.0)
+    spec = RopeSpec(n_rot, base, options.freq_scale or scale, factors=_rope_factors(file))
+    if kind != "yarn":
+        return spec
+    n_train = file.get_int(file.key("context_length"), default=0)
+    original = file.get_int(file.key("rope.scaling.original_context_length"), default=n_train)
+    return _with_yarn(spec, file, options, options.yarn_orig_ctx or original)
+
+
+def _with_yarn(spec: RopeSpec, file: GGUFFile, options: RopeOptions, n_orig: int) -> RopeSpec:
+    def pick(option: float, key: str, default: float) -> float:
+        if option >= 0:
+            return option
+        return file.get_float(file.key(f"rope.scaling.{key}"), default=default)
+
+    if n_orig <= 0:
+        raise ModelFileError(
+            f"{file.path}: YaRN needs {file.key('rope.scaling.original_context_length')}; "
+            "give --yarn-orig-ctx"
+        )
+    return replace(
+        spec,
+        ext_factor=pick(options.yarn_ext_factor, "yarn_ext_factor", 1.0),
+        attn_factor=pick(options.yarn_attn_factor, "yarn_attn_factor", 1.0),
+        beta_fast=pick(options.yarn_beta_fast, "yarn_beta_fast", 32.0),
+        beta_slow=pick(options.yarn_beta_slow, "yarn_beta_slow", 1.0),
+        n_ctx_orig=n_orig,
+    )
+
+
+def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
+    if "rope_freqs.weight" not in file.tensors:
+        return ()
+    return tuple(file.load("rope_freqs.weight").tolist())
+
+
+def read_layer_spec(file: GGUFFile, options: RopeOptions) -> LayerSpec:
+    """The block that most architectures share, from the metadata and the tensors of block 0.
+
+    Raises `ModelFileError` for missing or impossible sizes.
+    """
+    key = file.key
+    n_embd = file.get_int(key("embedding_length"))
+    n_head = file.get_int(key("attention.head_count"))
+    n_head_kv = file.get_int(key("attention.head_count_kv"), default=n_head)
+    if min(n_embd, n_head, n_head_kv) < 1 or n_head % n_head_kv:
+        raise ModelFileError(
+            f"{file.path}: {n_head} attention heads over {n_head_kv} key/value heads and width "
+            f"{n_embd} do not divide; the file is damaged"
+        )
+    head_dim = file.get_int(key("attention.key_length"), default=n_embd // n_head)
+    n_expert = file.get_int(key("expert_count"), default=0)
+    n_ff = file.get_int(key("feed_forward_length"))
+    if n_expert:
+        n_ff = file.get_int(key("expert_feed_forward_length"), default=n_ff)
+    scale = file.get_float(key("attention.scale"), default=0.0)
+    n_rot = file.get_int(key("rope.dimension_count"), default=head_dim)
+    if n_rot % 2 or not 0 < n_rot <= head_dim:
+        raise ModelFileError(
+            f"{file.path}: {key('rope.dimension_count')} must be even and at most {head_dim}, "
+            f"got {n_rot}"
+        )
+    return LayerSpec(
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        head_dim_v=file.get_int(key("attention.value_length"), default=head_dim),
+        n_ff=n_ff,
+        rms_eps=file.get_float(key("attention.layer_norm_rms_epsilon")),
+        rope=read_rope(file, n_rot, options),
+        attention_scale=scale or 1.0 / math.sqrt(head_dim),
+        has_qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        has_output_bias="blk.0.attn_output.bias" in file.tensors,
+        n_expert=n_expert,
+        n_expert_used=file.get_int(key("expert_used_count"), default=0),
+    )
+
+
+def read_config(file: GGUFFile) -> ModelConfig:
+    """The facts about the whole model; the vocabulary is the height of the embedding table."""
+    if "token_embd.weight" not in file.tensors:
+        raise ModelFileError(f"{file.path}: tensor token_embd.weight is missing; no model weights")
+    return ModelConfig(
+        architecture=file.architecture,
+        n_layer=file.get_int(file.key("block_count")),
+        n_embd=file.get_int(file.key("embedding_length")),
+        n_vocab=file.tensors["token_embd.weight"].shape[0],
+        n_ctx_train=file.get_int(file.key("context_length"), default=0),
+        rms_eps=file.get_float(file.key("attention.layer_norm_rms_epsilon")),
+    )

@@ -1,0 +1,148 @@
+"""From a draft and the target's logits to the tokens that are emitted.
+
+Three ways, chosen round by round: synthetic acceptance (benchmarks), rejection sampling (the draft
+was sampled and has its q), matching (everything else). p is always the target's distribution after
+its whole sampler chain, q the draft's. Rejection sampling: Leviathan et al., arXiv 2211.17192,
+appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import Draft
+from specdec.errors import UsageError
+from specdec.options import SpecOptions
+from specdec.sampling.chain import SamplerChain
+
+VERIFIER_SEED = 0x9E3779B9
+"""The verifier's random stream is seeded with the chain's seed XOR this (llama.cpp's constant)."""
+
+
+class Verifier:
+    """Verifies drafts for one request.
+
+    ``rates`` are unconditional acceptance probabilities per position for synthetic acceptance.
+    """
+
+    def __init__(
+        self,
+        chain: SamplerChain,
+        end_tokens: frozenset[int],
+        *,
+        rates: Sequence[float] | None = None,
+    ) -> None:
+        self.chain = chain
+        self.end_tokens = end_tokens
+        self.rates = rates
+        self._generator = torch.Generator().manual_seed(chain.seed ^ VERIFIER_SEED)
+
+    def verify(self, draft: Draft, logits: Tensor) -> list[int]:
+        """1 to K+1 emitted tokens from logits [K+1, V]; all but the last are draft tokens.
+
+        Every emitted token has been accepted by the chain.
+        """
+        if self.rates is not None:
+            return self._synthetic(draft, logits, self.rates)
+        if draft.q is not None and not self.chain.greedy and not self.chain.stateful:
+            return self._rejection(draft, logits)
+        return self._matching(draft, logits)
+
+    def _matching(self, draft: Draft, logits: Tensor) -> list[int]:
+        """The target's own samples, as long as the draft agrees with them."""
+        emitted: list[int] = []
+        best = logits.argmax(dim=-1).tolist() if self.chain.greedy else None
+        for row, drafted in enumerate([*draft.tokens, None]):
+            token = best[row] if best is not None else self.chain.sample(logits[row])
+            self.chain.accept(token)
+            emitted.append(token)
+            more_drafted = row + 1 < len(draft.tokens)
+            if token != drafted or (token in self.end_tokens and more_drafted):
+                break
+        return emitted
+
+    def _rejection(self, draft: Draft, logits: Tensor) -> list[int]:
+        """Accepts d with probability min(1, p(d) / q(d)), else draws from max(0, p - q)."""
+        assert draft.q is not None
+        emitted: list[int] = []
+        for row, token in enumerate(draft.tokens):
+            p = self.chain.distribution(logits[row])
+            ids, q = draft.q.ids[row].to(p.device), draft.q.probs[row].to(p)
+            p_token = float(p[token])
+            q_token = float(q[ids == token].sum())
+            accepted = q_token > 0 and (p_token >= q_token or self._uniform() < p_token / q_token)
+            emitted.append(token if accepted else self._residual(p, ids, q))
+            self.chain.accept(emitted[-1])
+            if not accepted or token in self.end_tokens:
+                return emitted
+        emitted.append(self.chain.sample(logits[len(draft.tokens)]))
+        self.chain.accept(emitted[-1])
+        return emitted
+
+    def _residual(self, p: Tensor, ids: Tensor, q: Tensor) -> int:
+        """A token from max(0, p - q), or from p where rounding leaves nothing of it."""
+        rest = p.index_add(0, ids, -q).clamp(min=0)
+        weights = rest if float(rest.sum()) > 0 else p
+        return int(torch.multinomial(weights.double().cpu(), 1, generator=self._generator))
+
+    def _synthetic(self, draft: Draft, logits: Tensor, rates: Sequence[float]) -> list[int]:
+        """Accepts by dice; the output is not the target's and only good for measuring."""
+        emitted: list[int] = []
+        before = 1.0
+        for row, token in enumerate(draft.tokens):
+            own = self.chain.sample(logits[row])
+            rate = rates[row] if row < len(rates) else 0.0
+            chance = rate / before if before > 0 else 0.0
+            before = rate
+            accepted = token not in self.end_tokens and self._uniform() < chance
+            emitted.append(token if accepted else own)
+            self.chain.accept(emitted[-1])
+            if not accepted:
+                return emitted
+        emitted.append(self.chain.sample(logits[len(draft.tokens)]))
+        self.chain.accept(emitted[-1])
+        return emitted
+
+    def _uniform(self) -> float:
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+
+def synthetic_rates(options: SpecOptions, n_max: int) -> tuple[float, ...] | None:
+    """Acceptance probability per position from `--spec-synth-len` or `--spec-synth-rates`.
+
+    ``n_max`` is the largest effective draft length over the enabled drafters. None when neither
+    option is given. Raises `UsageError` with llama.cpp's words.
+    """
+    if options.synth_len is None and options.synth_rates is None:
+        return None
+    if n_max < 1:
+        raise UsageError("--spec-synth-len: synthetic acceptance requires at least one speculative token")
+    if options.synth_rates is not None:
+        return _checked_rates(options.synth_rates, n_max)
+    length = options.synth_len
+    assert length is not None
+    if not 1 <= length <= n_max + 1:
+        raise UsageError(
+            f"--spec-synth-len: synthetic acceptance length must be finite and within "
+            f"[1, {n_max + 1}], got {length:g}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(32):
+        middle = (low + high) / 2
+        below = sum(middle**i for i in range(1, n_max + 1)) < length - 1
+        low, high = (middle, high) if below else (low, middle)
+    return tuple(high**i for i in range(1, n_max + 1))
+
+
+def _checked_rates(rates: Sequence[float], n_max: int) -> tuple[float, ...]:
+    name = "--spec-synth-rates: synthetic acceptance rates"
+    if len(rates) != n_max:
+        raise UsageError(f"{name} must contain {n_max} values, got {len(rates)}")
+    if not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise UsageError(f"{name} must be finite and within [0, 1]")
+    if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
+        raise UsageError(f"{name} must be monotonically non-increasing")
+    return tuple(rates)
