@@ -29,6 +29,8 @@ __all__ = ["REQUIRED", "GGUFFile", "Metadata", "TensorInfo"]
 REQUIRED: Any = object()
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+# The numpy kinds of metadata scalars.
+_KINDS = {bool: "b", int: "i", float: "f"}
 T = TypeVar("T")
 
 
@@ -212,7 +214,7 @@ class GGUFFile:
             if isinstance(value, np.ndarray):
                 fits = value.dtype.kind in kinds and length in (None, len(value))
                 return fits or (len(value) == 0 and not length)
-            return length is not None and np.asarray(value).dtype.kind in kinds
+            return length is not None and _KINDS.get(type(value), "none") in kinds
 
         expected = f"an array of {items}" if length is None else f"{length} {items}"
         value = self._get(key, default, expected, accepts)
