@@ -8,6 +8,7 @@ newest token of the text, not in the cache yet; a *round* drafts, runs the targe
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,9 +117,9 @@ def decode(
 ) -> Iterator[Round]:
     """Yields the rounds of one request.
 
-    ``cache`` and ``drafter`` may already hold the first ``cache.length`` tokens of ``prompt``. After
-    every round both hold exactly the text without its last token, also when generation ends inside
-    one. Raises `ContextFullError` when the prompt leaves no room for a reply.
+    ``cache`` and ``drafter`` may already hold the first ``cache.length`` tokens of ``prompt``.
+    After every round both hold exactly the text without its last token, also when generation ends
+    inside one. Raises `ContextFullError` when the prompt leaves no room for a reply.
     """
     if len(prompt) >= limits.n_ctx:
         raise ContextFullError(
@@ -151,5 +152,5 @@ def decode(
         clock.append(time.perf_counter())
 
         n_emitted, last_token = n_emitted + keep, emitted[keep - 1]
-        times = RoundTimes(*(b - a for a, b in zip(clock, clock[1:], strict=False)))
+        times = RoundTimes(*(b - a for a, b in itertools.pairwise(clock)))
         yield Round(start + 1, draft, len(emitted) - 1, emitted[:keep], finish, times)

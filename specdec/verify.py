@@ -8,6 +8,7 @@ appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -119,7 +120,9 @@ def synthetic_rates(options: SpecOptions, n_max: int) -> tuple[float, ...] | Non
     if options.synth_len is None and options.synth_rates is None:
         return None
     if n_max < 1:
-        raise UsageError("--spec-synth-len: synthetic acceptance requires at least one speculative token")
+        raise UsageError(
+            "--spec-synth-len: synthetic acceptance requires at least one speculative token"
+        )
     if options.synth_rates is not None:
         return _checked_rates(options.synth_rates, n_max)
     length = options.synth_len
@@ -143,6 +146,6 @@ def _checked_rates(rates: Sequence[float], n_max: int) -> tuple[float, ...]:
         raise UsageError(f"{name} must contain {n_max} values, got {len(rates)}")
     if not all(0.0 <= rate <= 1.0 for rate in rates):
         raise UsageError(f"{name} must be finite and within [0, 1]")
-    if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
         raise UsageError(f"{name} must be monotonically non-increasing")
     return tuple(rates)

@@ -15,7 +15,11 @@ def check_vocabulary(target: GGUFFile, draft: GGUFFile) -> None:
     """Raises `MismatchError` unless both files have the same vocabulary, as llama.cpp defines it:
     type, BOS and EOS, size within 128, token texts from id 5 on.
     """
-    for key in ("tokenizer.ggml.model", "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"):
+    for key in (
+        "tokenizer.ggml.model",
+        "tokenizer.ggml.add_bos_token",
+        "tokenizer.ggml.add_eos_token",
+    ):
         _check_equal(target, draft, key)
     for flag, key in (("add_bos_token", "bos_token_id"), ("add_eos_token", "eos_token_id")):
         if target.metadata.get(f"tokenizer.ggml.{flag}"):

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.base import Draft, DraftSampler, Pick, as_candidates
+from specdec.drafters.selection import DraftContext
+from specdec.kv_cache import KVCache
+from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.options import DraftOptions, SamplingOptions
 
@@ -38,15 +41,16 @@ class DraftModel:
         self.n_ctx = n_ctx
         self._dtypes = (dtype_k, dtype_v)
         self._warned = False
-        self.begin(SamplingOptions())
+        self._observed = 0
+        self._cache = self._new_cache()
+        self._sampler = DraftSampler(options, SamplingOptions())
 
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """See `Drafter.begin`."""
         if kept:
             self._cache.truncate(kept)
         else:
-            dtype_k, dtype_v = self._dtypes
-            self._cache = self.model.new_cache(self.n_ctx, dtype_k=dtype_k, dtype_v=dtype_v)
+            self._cache = self._new_cache()
         self._observed = kept
         self._sampler = DraftSampler(self.options, sampling)
         return kept
@@ -81,6 +85,10 @@ class DraftModel:
         """Keeps the rows of the last token and of the accepted tokens, as far as they were run."""
         self._cache.truncate(min(self._cache.length, self._observed + 1 + accepted))
 
+    def _new_cache(self) -> KVCache:
+        dtype_k, dtype_v = self._dtypes
+        return self.model.new_cache(self.n_ctx, dtype_k=dtype_k, dtype_v=dtype_v)
+
     def _longest(self, room: int) -> int:
         """The draft length that fits the room and the context the draft was trained for."""
         n_train = self.model.config.n_ctx_train
@@ -94,3 +102,16 @@ class DraftModel:
                 n_train,
             )
         return max(min(self.options.n_max, n_train - self._observed), 0)
+
+
+def build(context: DraftContext) -> DraftModel:
+    """The drafter for the draft file of ``context``."""
+    assert context.draft_file is not None
+    model = load_target(context.draft_file, device=context.device)
+    return DraftModel(
+        model,
+        context.spec.draft,
+        context.n_ctx,
+        dtype_k=context.dtype_k,
+        dtype_v=context.dtype_v,
+    )

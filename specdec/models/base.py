@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.errors import MismatchError, ModelFileError, UnsupportedError
+from specdec.errors import ModelFileError, UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import (
@@ -107,7 +106,7 @@ class Target(nn.Module):
         `ROW_BLOCK`, so that a row's numbers do not depend on how many rows share the pass.
         """
         if logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
-            blocks = [self._exact(part, cache, taps) for part in tokens.split(ROW_BLOCK)]
+            blocks = [self._exact(part, cache, taps) for part in torch.split(tokens, ROW_BLOCK)]
         else:
             blocks = [self._wide(tokens, cache, taps)]
         wanted = tokens.shape[0] if logit_rows is None else logit_rows
@@ -129,15 +128,13 @@ class Target(nn.Module):
         """Logits [R, V] of last hidden states [R, D], in blocks of `ROW_BLOCK` rows."""
         parts = [
             self.lm_head(F.pad(part, (0, 0, 0, ROW_BLOCK - part.shape[0])))[: part.shape[0]]
-            for part in self.output_norm(final).split(ROW_BLOCK)
+            for part in torch.split(self.output_norm(final), ROW_BLOCK)
         ]
         logits = torch.cat(parts) if parts else final.new_empty(0, self.config.n_vocab)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def _exact(
-        self, tokens: Tensor, cache: KVCache, taps: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _exact(self, tokens: Tensor, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         count = tokens.shape[0]
         padded = F.pad(tokens, (0, ROW_BLOCK - count))
         rows = Rows(cache.length, count, exact=True)
@@ -178,16 +175,16 @@ def read_rope(file: GGUFFile, n_rot: int, options: RopeOptions) -> RopeSpec:
     Raises `UnsupportedError` for a scaling type other than none, linear and yarn.
     """
     kind = options.scaling or file.get_str(file.key("rope.scaling.type"), default=None)
-    factor = file.get_float(file.key("rope.scaling.factor"), default=0.0)
-    if not factor:
-        factor = file.get_float(file.key("rope.scale_linear"), default=0.0)
+    linear = file.get_float(file.key("rope.scale_linear"), default=0.0)
+    factor = file.get_float(file.key("rope.scaling.factor"), default=linear)
     kind = kind or "linear"
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(
             f"{file.path}: rope scaling type '{kind}' is not supported; known: none, linear, yarn"
         )
     scale = 1.0 if kind == "none" or not factor else 1.0 / factor
-    base = options.freq_base or file.get_float(file.key("rope.freq_base"), default=10000.0)
+    file_base = file.get_float(file.key("rope.freq_base"), default=10000.0)
+    base = file_base if options.freq_base is None else options.freq_base
     spec = RopeSpec(n_rot, base, options.freq_scale or scale, factors=_rope_factors(file))
     if kind != "yarn":
         return spec

@@ -135,7 +135,7 @@ def _correction_pair(spec: RopeSpec, beta: float) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, Dh] with its first n_rot dimensions rotated, rotate-half layout; the rest is kept."""
+    """x [T, H, Dh], its first n_rot dimensions rotated in the rotate-half layout."""
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -144,7 +144,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def interleaved_to_halves(weight: Tensor, n_head: int, n_rot: int) -> Tensor:
     """Rows of a q or k projection [H * Dh, ...], pairs (2i, 2i+1) moved to (i, i + n_rot / 2)."""
-    heads = weight.unflatten(0, (n_head, -1))
+    heads = weight.reshape(n_head, -1, *weight.shape[1:])
     rotary, rest = heads[:, :n_rot], heads[:, n_rot:]
     rotary = torch.cat((rotary[:, 0::2], rotary[:, 1::2]), dim=1)
     return torch.cat((rotary, rest), dim=1).flatten(0, 1).contiguous()
@@ -159,8 +159,7 @@ def attention(
     sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """Grouped-query attention [T, H, Dv]; softmax in float32. A sink is a score without a value."""
-    n_rows, n_head, _ = q.shape
-    n_head_kv = k.shape[0]
+    n_rows, n_head_kv = q.shape[0], k.shape[0]
     grouped = q.reshape(n_rows, n_head_kv, -1, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (grouped @ k.transpose(1, 2)).float()  # [Hkv, G * T, N]
     scores = scores.view(n_head_kv, -1, n_rows, k.shape[1])
@@ -327,4 +326,3 @@ class WeightOnly(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-

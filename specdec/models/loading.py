@@ -1,4 +1,4 @@
-"""From a file's tensors to a module's parameters, by name, nothing missing and nothing left over."""
+"""From a file's tensors to a module's parameters, by name: none missing, none left over."""
 
 from __future__ import annotations
 

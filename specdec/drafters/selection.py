@@ -1,0 +1,130 @@
+"""Which drafters a run uses: what the user asked for, what the draft file is, whether they fit.
+
+Everything here reads metadata and tensor names only, so that a wrong pair is refused before any
+weights are read. Reference: llama.cpp's `common/speculative.cpp` and `common/arg.cpp`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specdec.drafters import DRAFTERS
+from specdec.drafters.compatibility import check_vocabulary
+from specdec.errors import UsageError
+from specdec.gguf_file import GGUFFile
+from specdec.options import DFLASH_TYPES, SPEC_TYPES, SpecOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from specdec.drafters.base import FirstOf
+    from specdec.models.base import Target
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter may be built from."""
+
+    spec: SpecOptions
+    target: Target
+    target_file: GGUFFile
+    draft_file: GGUFFile | None
+    n_ctx: int
+    dtype_k: torch.dtype
+    dtype_v: torch.dtype
+    device: torch.device
+
+
+def draft_type(file: GGUFFile) -> str:
+    """The spec type that runs a draft file, from its architecture, tensor names and keys."""
+    if file.architecture == "dflash":
+        if "markov_w1.weight" in file.tensors:
+            return "draft-dspark"
+        if "selector_hidden.weight" in file.tensors:
+            return "draft-dflash2"
+        return "draft-lilicorr" if "lilicorr.hidden_size" in file.metadata else "draft-dflash"
+    if file.architecture == "eagle3":
+        return "draft-eagle3"
+    return "draft-mtp" if has_mtp_layers(file) else "draft-simple"
+
+
+def has_mtp_layers(file: GGUFFile) -> bool:
+    """Whether the last block is a multi-token-prediction layer."""
+    n_layer = file.get_int(file.key("block_count"), default=0)
+    return f"blk.{n_layer - 1}.nextn.eh_proj.weight" in file.tensors
+
+
+def choose_types(
+    spec: SpecOptions, target_file: GGUFFile, draft_file: GGUFFile | None
+) -> tuple[str, ...]:
+    """The spec types to run, in priority order.
+
+    Without `--spec-type` the draft file decides. Raises `UsageError` for a type that does not fit
+    the draft, a draft that no type uses, or a type that needs a draft and has none;
+    `MismatchError` for a draft made for another target.
+    """
+    types = spec.enabled
+    if spec.types is None and draft_file is not None:
+        types = (_detect(draft_file),)
+    _check_draft_is_used(spec, types, draft_file)
+    for name in types:
+        if name.startswith("draft-"):
+            _check_draft(name, target_file, draft_file)
+    missing = [name for name in types if name not in DRAFTERS]
+    if missing:
+        raise UsageError(
+            f"--spec-type: {missing[0]} is not supported yet; supported: {', '.join(DRAFTERS)}"
+        )
+    return tuple(name for name in DRAFTERS if name in types)
+
+
+def build_drafters(types: tuple[str, ...], context: DraftContext) -> FirstOf:
+    """The chosen drafters as one."""
+    from specdec.drafters.base import FirstOf
+
+    return FirstOf([DRAFTERS.load(name)(context) for name in types])
+
+
+def _detect(file: GGUFFile) -> str:
+    found = draft_type(file)
+    # Upstream answers the family's common name and lets the loader pick the head.
+    name = "draft-dflash" if found in DFLASH_TYPES else found
+    log.info("auto-detected speculative type '%s' from the draft model metadata", name)
+    return name
+
+
+def _check_draft_is_used(
+    spec: SpecOptions, types: tuple[str, ...], draft_file: GGUFFile | None
+) -> None:
+    if draft_file is None or any(name.startswith("draft-") for name in types):
+        return
+    if spec.types and not types:
+        log.warning("--spec-type none: the draft model %s is not used", draft_file.path)
+        return
+    raise UsageError(
+        f"--spec-draft-model: {draft_file.path} is not used by --spec-type {','.join(types)}; "
+        f"add {draft_type(draft_file)} or leave the draft out"
+    )
+
+
+def _check_draft(name: str, target_file: GGUFFile, draft_file: GGUFFile | None) -> None:
+    """Raises unless ``draft_file`` is what the spec type ``name`` runs."""
+    assert name in SPEC_TYPES
+    if draft_file is None:
+        if name == "draft-mtp" and has_mtp_layers(target_file):
+            return
+        raise UsageError(f"--spec-type: {name} requires a draft model; give one with -md")
+    found = draft_type(draft_file)
+    if name in DFLASH_TYPES and found not in DFLASH_TYPES:
+        raise UsageError(
+            f"--spec-type {name} requires a DFlash draft model; {draft_file.path} is a "
+            f"{draft_file.architecture} model: use {found}"
+        )
+    if name != found and not (name == "draft-dflash" and found in DFLASH_TYPES):
+        raise UsageError(f"--spec-type {name} does not match the draft model: use {found}")
+    if name == "draft-simple":
+        check_vocabulary(target_file, draft_file)
