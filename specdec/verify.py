@@ -17,14 +17,11 @@ from torch import Tensor
 from specdec.drafters.base import Draft
 from specdec.errors import UsageError
 from specdec.options import SpecOptions
-from specdec.sampling.chain import SamplerChain
-
-VERIFIER_SEED = 0x9E3779B9
-"""The verifier's random stream is seeded with the chain's seed XOR this (llama.cpp's constant)."""
+from specdec.sampling.chain import SamplerChain, stream_seed
 
 
 class Verifier:
-    """Verifies drafts for one request.
+    """Verifies drafts for one request; made after `SamplerChain.begin`, whose seed it derives from.
 
     ``rates`` are unconditional acceptance probabilities per position for synthetic acceptance.
     """
@@ -39,7 +36,8 @@ class Verifier:
         self.chain = chain
         self.end_tokens = end_tokens
         self.rates = rates
-        self._generator = torch.Generator().manual_seed(chain.seed ^ VERIFIER_SEED)
+        purpose = "verifier" if rates is None else "synthetic"
+        self._generator = torch.Generator().manual_seed(stream_seed(chain.seed, purpose))
 
     def verify(self, draft: Draft, logits: Tensor) -> list[int]:
         """1 to K+1 emitted tokens from logits [K+1, V]; all but the last are draft tokens.

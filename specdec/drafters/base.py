@@ -6,7 +6,7 @@ sees the verifier and is never shown a rejected token.
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.options import RANDOM_SEED, DraftOptions, SamplingOptions
+from specdec.sampling.chain import stream_seed
 
-DRAFT_SEED = 0x85EBCA6B
-"""The draft's random stream is seeded with the request's seed XOR this (llama.cpp's constant)."""
 N_BEST = 10
 """Candidates a draft model's logits are cut to before anything else, as in llama.cpp."""
 
@@ -95,8 +94,8 @@ class DraftSampler:
             options.sampling == "probabilistic" and sampling.temp > 0 and not sampling.stateful
         )
         self.temperature = sampling.temp if self.samples else 1.0
-        seed = random.getrandbits(32) if sampling.seed == RANDOM_SEED else sampling.seed
-        self._generator = torch.Generator().manual_seed(seed ^ DRAFT_SEED)
+        seed = secrets.randbelow(RANDOM_SEED) if sampling.seed == RANDOM_SEED else sampling.seed
+        self._generator = torch.Generator().manual_seed(stream_seed(seed, "draft"))
 
     def pick(self, scores: Tensor, ids: Tensor | None = None) -> Pick:
         """The next token from logits [V], or from scores [C] of a head's own candidates ``ids``.
