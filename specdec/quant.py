@@ -165,6 +165,24 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+def _q2_k(blocks: Tensor, out: Tensor) -> None:
+    scales = ((blocks[:, :16] & 15) * _halves(blocks, 80)).unsqueeze(2)
+    mins = ((blocks[:, :16] >> 4) * _halves(blocks, 82)).unsqueeze(2)
+    out.copy_(_bit_fields(blocks[:, 16:80].view(-1, 2, 32), 2).flatten(1))
+    out.view(-1, 16, 16).mul_(scales).sub_(mins)
+
+
+def _q3_k(blocks: Tensor, out: Tensor) -> None:
+    """Two low bits and a high bit per value; 6-bit scales as nibbles and pairs of bits."""
+    low = _bit_fields(blocks[:, 32:96].view(-1, 2, 32), 2).flatten(1)
+    high = _bit_fields(blocks[:, :32], 1).flatten(1)
+    low_scales = _nibbles(blocks[:, 96:104]).flatten(1)
+    high_scales = _bit_fields(blocks[:, 104:108], 2).flatten(1)
+    scales = ((low_scales | (high_scales * 16)).float() - 32) * _halves(blocks, 108)
+    out.copy_(low.bitwise_or_(high.mul_(4))).sub_(4)
+    out.view(-1, 16, 16).mul_(scales.unsqueeze(2))
+
+
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
     scales, mins = _k_scales(blocks)
     values = out.view(-1, 8, 32)
@@ -209,22 +227,36 @@ def _mxfp4(blocks: Tensor, out: Tensor) -> None:
     torch.mul(_look_up(_MXFP4_VALUES, _nibbles(blocks[:, 1:]).flatten(1)), scales, out=out)
 
 
+def _nvfp4(blocks: Tensor, out: Tensor) -> None:
+    """Four sub-blocks of 16, each with an unsigned E4M3 scale (half of it; 0x7F counts as 0)."""
+    codes = torch.arange(256)
+    exponents, mantissas = (codes >> 3) & 15, (codes & 7).double()
+    normal = (1 + mantissas / 8) * torch.exp2(exponents.double() - 8)
+    table = torch.where(exponents == 0, mantissas * 2.0**-10, normal).float()
+    table[0x7F] = 0
+    scales = table.index_select(0, blocks[:, :4].int().flatten()).view(-1, 4, 1)
+    values = _look_up(_MXFP4_VALUES, _nibbles(blocks[:, 4:].view(-1, 4, 8)).flatten(2))
+    torch.mul(values, scales, out=out.view(-1, 4, 16))
+
+
 _DECODERS: dict[str, Decoder] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
 }
 _REFERENCE_TYPES = (
-    *("Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "NVFP4"),
-    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
 )
 
 SUPPORTED: tuple[str, ...] = tuple(
