@@ -25,7 +25,6 @@ from specdec.sampling.penalties import add_bias
 STREAMS = {
     "draw": 0,  # the last draw of the chain, whichever sampler makes it
     "xtc": 0xC2B2AE35,
-    "synthetic": 0x27D4EB2F,
     "verifier": 0x9E3779B9,  # llama.cpp's
     "draft": 0x85EBCA6B,  # llama.cpp's
 }

@@ -114,6 +114,10 @@ def test_typical_can_drop_the_most_probable_token() -> None:
     assert 0 not in ids(filters.typical(tokens, 0.2))
 
 
+def test_typical_goes_on_until_p_is_exceeded() -> None:
+    assert ids(filters.typical(row(0.25, 0.25, 0.25, 0.25), 0.5)) == {0, 1, 2}
+
+
 def test_top_n_sigma_ignores_banned_tokens() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, NEVER])  # deviation 0.816
     assert ids(filters.top_n_sigma(Candidates(logits), 1.3)) == {0, 1}
@@ -183,6 +187,11 @@ def test_draw_walks_down_from_the_most_probable(logits: np.ndarray, uniform: flo
     assert Candidates(torch.from_numpy(logits)).draw(uniform) == expected
 
 
+def test_draw_looks_beyond_the_first_sorted_head() -> None:
+    flat = Candidates(torch.zeros(1000))
+    assert [flat.draw(u) for u in (0.0005, 0.2505, 0.4005, 1 - 2**-53)] == [0, 250, 400, 999]
+
+
 def test_draw_takes_rows_that_do_not_sum_to_one() -> None:
     weights = torch.tensor([0.0, 0.1, 0.3])
     assert draw(weights, 0.74) == 2
@@ -200,8 +209,8 @@ def test_infill_ends_when_the_end_is_likely() -> None:
 
 def test_infill_merges_prefixes_and_drops_unlikely_text() -> None:
     ends = frozenset({0})
-    # "ret" (0.18) joins "return" (0.3); "if" stays; "x" is below 0.2
-    tokens = row(0.02, 0.30, 0.18, 0.35, 0.15)
+    # "ret" (0.12) joins "return" (0.15 becomes 0.27); "x" is above 0.2 but below 1 / (3 + 1)
+    tokens = row(0.02, 0.15, 0.12, 0.50, 0.21)
     assert ids(infill(tokens, ends, WORDS.__getitem__)) == {0, 1, 3}
 
 

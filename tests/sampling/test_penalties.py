@@ -66,6 +66,7 @@ def test_dry_look_back_ends_at_a_breaker() -> None:
     assert dry_amounts(window, {1: ((),)}) == {4: 1.0}  # only 2 3 counts
     assert dry_amounts(window, {2: ((),)}) == {}  # 3 alone is below the allowed length
     assert dry_amounts(window, {4: ((),)}) == {}  # the follower is a breaker: exempt
+    assert dry_amounts(window, {4: ((9,),)}) == {4: 2.0}  # it only begins one: not exempt
     assert dry_amounts(window, {1: ((2,),)}) == {}  # a breaker of two tokens
     assert dry_amounts(window, {1: ((3,),)}) == {4: 2.0}  # that breaker does not occur
     assert dry_amounts(window, {3: ((9,),)}) == {4: 2.0}  # nor is it complete at the end
