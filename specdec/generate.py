@@ -68,6 +68,11 @@ class RoundTimes:
     verify: float
     observe: float
 
+    @property
+    def total(self) -> float:
+        """The whole round."""
+        return self.draft + self.target + self.verify + self.observe
+
 
 @dataclass(slots=True)
 class Round:

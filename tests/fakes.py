@@ -56,6 +56,7 @@ class ScriptedDrafter:
     """Drafts what ``script(observed tokens, last token, room)`` says and records all calls."""
 
     name = "scripted"
+    n_max = 1024
 
     def __init__(
         self,

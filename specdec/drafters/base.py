@@ -52,6 +52,8 @@ class Drafter(Protocol):
     """Its spec type."""
     taps: tuple[int, ...]
     """The target's layer inputs it wants to see; () = tokens only."""
+    n_max: int
+    """Its longest draft, after clamping."""
 
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """Starts a request, keeping the state of the first ``kept`` observed tokens.
@@ -132,6 +134,7 @@ class FirstOf:
         self.drafters = tuple(drafters)
         self.name = ",".join(drafter.name for drafter in drafters) or "none"
         self.taps = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
+        self.n_max = max((drafter.n_max for drafter in drafters), default=0)
         self._slots = [
             torch.tensor([self.taps.index(tap) for tap in d.taps], dtype=torch.int64)
             for d in drafters

@@ -38,6 +38,7 @@ class DraftModel:
     ) -> None:
         self.model = model
         self.options = options
+        self.n_max = options.n_max
         self.n_ctx = n_ctx
         self._dtypes = (dtype_k, dtype_v)
         self._warned = False

@@ -1,0 +1,300 @@
+"""Text in, text out: a loaded model, its drafters, and sessions that answer requests.
+
+Adds four things to `generate.decode`: tokens to text and back, stop strings, reuse of a common
+prefix, statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from specdec.chat import ChatTemplate, Message
+from specdec.drafters.base import FirstOf
+from specdec.drafters.selection import DraftContext, build_drafters, choose_types
+from specdec.errors import UsageError
+from specdec.generate import Finish, Limits, Round, decode
+from specdec.gguf_file import GGUFFile
+from specdec.models import load_target
+from specdec.models.base import Target
+from specdec.options import Options
+from specdec.resources import cache_dtype, open_draft, open_target, pick_device
+from specdec.sampling import build_chain
+from specdec.stats import Statistics
+from specdec.stops import StopFilter
+from specdec.tokenizer import Tokenizer
+from specdec.verify import Verifier, synthetic_rates
+
+DEFAULT_CONTEXT = 4096
+"""Context length when neither the user nor the model file says one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of the reply."""
+
+    text: str
+    drafted: bool
+    """Whether it came from an accepted draft token."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished reply."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    """None: it was broken off."""
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Engine:
+    """A target, its tokenizer and the chosen drafters, loaded once."""
+
+    def __init__(
+        self,
+        options: Options,
+        target: Target,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        drafter: FirstOf,
+        n_ctx: int,
+    ) -> None:
+        self.options = options
+        self.target = target
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.drafter = drafter
+        self.n_ctx = n_ctx
+
+    @classmethod
+    def load(cls, options: Options) -> Self:
+        """Everything the options name, checked before weights are read.
+
+        Raises `UsageError`, `ModelFileError` and their kin.
+        """
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open_target(options))
+            draft_file = open_draft(options)
+            if draft_file is not None:
+                stack.enter_context(draft_file)
+            types = choose_types(options.spec, file, draft_file)
+            tokenizer = Tokenizer.from_metadata(file.metadata)
+            template = _chat_template(options, file, tokenizer)
+            device = pick_device(options.model)
+            target = load_target(file, rope=options.model.rope, device=device)
+            n_ctx = options.model.n_ctx or target.config.n_ctx_train or DEFAULT_CONTEXT
+            drafter = build_drafters(
+                types, _draft_context(options, target, file, draft_file, n_ctx)
+            )
+        return cls(options, target, tokenizer, template, drafter, n_ctx)
+
+    def session(self) -> Session:
+        """A conversation of its own, with an empty cache."""
+        return Session(self)
+
+    def stream(self, prompt: str | Sequence[Message], **overrides: Any) -> Iterator[Chunk]:
+        """The pieces of the reply to one prompt, in a session of its own."""
+        return self.session().stream(prompt, **overrides)
+
+    def generate(self, prompt: str | Sequence[Message], **overrides: Any) -> Completion:
+        """The whole reply to one prompt."""
+        return self.session().generate(prompt, **overrides)
+
+    def encode(self, prompt: str | Sequence[Message], chat: Mapping[str, Any]) -> list[int]:
+        """Token ids of a text, with BOS where the model wants it, or of messages by the template.
+
+        ``chat`` are variables for the template. Raises `UsageError` when nothing is left to start
+        from.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+        else:
+            if self.chat_template is None:
+                raise UsageError("--chat-template: the model file has no chat template; give one")
+            tokens = self.tokenizer.encode_chat(self.chat_template.render(prompt, **chat))
+        if not tokens:
+            raise UsageError("--prompt is empty and the model has no BOS token to start from")
+        return tokens
+
+
+class Session:
+    """A cache with the tokens of the last request, so that a common prefix is not read twice."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        model = engine.options.model
+        self.drafter = engine.drafter
+        self._cache = engine.target.new_cache(
+            engine.n_ctx,
+            dtype_k=cache_dtype(model.cache_type_k, "--cache-type-k"),
+            dtype_v=cache_dtype(model.cache_type_v, "--cache-type-v"),
+        )
+        self._text: list[int] = []  # the cache holds its first `cache.length` tokens
+        self.last = Completion()
+        """The reply in progress, or the last one: also after a break."""
+
+    def generate(self, prompt: str | Sequence[Message], **overrides: Any) -> Completion:
+        """The whole reply; ``overrides`` are dotted option paths with ``.`` written ``__``."""
+        for _ in self.stream(prompt, **overrides):
+            pass
+        return self.last
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        on_round: Callable[[Round], None] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Chunk]:
+        """The pieces of the reply as they are found; `last` holds the sums so far.
+
+        ``progress`` is told (tokens done, tokens in all) while the prompt is read, ``on_round`` of
+        every round. ``overrides`` as for `generate`.
+        """
+        options = self.engine.options.merge(
+            {name.replace("__", "."): value for name, value in overrides.items()}
+        )
+        tokens = self.engine.encode(prompt, _template_variables(options))
+        self.last = completion = Completion()
+        rounds = self._rounds(tokens, options, progress)
+        text = self.engine.tokenizer.stream_decoder(special=options.generate.special)
+        stops = StopFilter(options.generate.stop)
+        for done in rounds:
+            pieces = []
+            for i, token in enumerate(done.tokens):
+                visible = stops.push("" if _hidden(token, done, i) else text.push(token))
+                pieces.append(Chunk(visible, i < done.accepted))
+                if stops.hit:
+                    done.tokens, done.finish = done.tokens[: i + 1], Finish.STOP
+                    break
+            completion.statistics.add(done)
+            completion.token_ids += done.tokens
+            completion.finish = done.finish
+            if on_round is not None:
+                on_round(done)
+            for piece in pieces:
+                if piece.text:
+                    completion.text += piece.text
+                    yield piece
+            if stops.hit:
+                break
+        rest = stops.push(text.finish()) + stops.finish() if not stops.hit else ""
+        completion.text += rest
+        if rest:
+            yield Chunk(rest, drafted=False)
+        if options.generate.n_predict == 0:
+            completion.finish = Finish.LENGTH
+
+    def _rounds(
+        self,
+        tokens: list[int],
+        options: Options,
+        progress: Callable[[int, int], None] | None,
+    ) -> Iterator[Round]:
+        """The rounds of one request, which starts with what the cache holds of its prompt."""
+        kept = self._reuse(tokens, options)
+        verifier = self._verifier(tokens, options)
+        end_tokens = self.engine.tokenizer.end_tokens
+        limits = Limits(
+            n_ctx=self.engine.n_ctx,
+            n_predict=max(options.generate.n_predict, -1),
+            end_tokens=end_tokens,
+            n_batch=min(options.model.n_batch, options.model.n_ubatch),
+        )
+        n_prompt = len(tokens) - 1 - kept
+        report = None if progress is None else lambda done: progress(done, n_prompt)
+        started, statistics = time.perf_counter(), self.last.statistics
+        try:
+            for done in decode(
+                self.engine.target, self._cache, self.drafter, verifier, tokens, limits, report
+            ):
+                if not statistics.rounds:
+                    statistics.n_prompt = n_prompt
+                    statistics.prompt_seconds = time.perf_counter() - started - done.times.total
+                self._text += done.tokens
+                yield done
+        except (Exception, KeyboardInterrupt):
+            self._text = []  # a pass was broken off: cache and drafter may disagree
+            raise
+
+    def _reuse(self, tokens: list[int], options: Options) -> int:
+        """Cuts cache and drafter to what they share with a new prompt; returns that length."""
+        kept = _common_prefix(self._text[: self._cache.length], tokens[:-1])
+        kept = self.drafter.begin(options.sampling, kept)
+        self._cache.truncate(kept)
+        self._text = list(tokens)
+        return kept
+
+    def _verifier(self, tokens: list[int], options: Options) -> Verifier:
+        engine, tokenizer = self.engine, self.engine.tokenizer
+        chain = build_chain(
+            options.sampling,
+            n_vocab=engine.target.config.n_vocab,
+            end_tokens=tokenizer.end_tokens,
+            encode=lambda part: tokenizer.encode(part, add_special=False),
+            token_bytes=tokenizer.piece,
+        )
+        chain.begin(tokens)
+        rates = synthetic_rates(options.spec, self.drafter.n_max)
+        return Verifier(chain, tokenizer.end_tokens, rates=rates)
+
+
+def _draft_context(
+    options: Options, target: Target, file: GGUFFile, draft_file: GGUFFile | None, n_ctx: int
+) -> DraftContext:
+    draft = options.spec.draft
+    return DraftContext(
+        spec=options.spec,
+        target=target,
+        target_file=file,
+        draft_file=draft_file,
+        n_ctx=n_ctx,
+        dtype_k=cache_dtype(draft.cache_type_k, "--spec-draft-type-k"),
+        dtype_v=cache_dtype(draft.cache_type_v, "--spec-draft-type-v"),
+        device=pick_device(options.model, draft),
+    )
+
+
+def _hidden(token: int, done: Round, index: int) -> bool:
+    """Whether a token is the end token that finished the reply; it is not part of the text."""
+    return done.finish is Finish.STOP and index == len(done.tokens) - 1
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def _template_variables(options: Options) -> dict[str, Any]:
+    chat = options.chat
+    variables: dict[str, Any] = dict(chat.template_kwargs)
+    if chat.reasoning != "auto":
+        variables["enable_thinking"] = chat.reasoning == "on"
+    if chat.reasoning_effort != "default":
+        variables["reasoning_effort"] = chat.reasoning_effort
+    return variables
+
+
+def _chat_template(options: Options, file: GGUFFile, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template the user gave, else the model's own, else None."""
+    source = options.chat.template
+    if source is None:
+        source = file.get_str("tokenizer.chat_template", default=None)
+    if source is None:
+        return None
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    return ChatTemplate(
+        source,
+        bos_token="" if bos is None else tokenizer.token_text(bos),
+        eos_token="" if eos is None else tokenizer.token_text(eos),
+    )

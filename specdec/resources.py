@@ -1,0 +1,170 @@
+"""The files, devices and types that options name: what is settled before weights are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import UsageError, unknown_name
+from specdec.gguf_file import GGUFFile
+from specdec.options import DraftOptions, ModelOptions, Options
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+Scalar = int | float | bool | str
+
+SAMPLING_KEYS: Mapping[str, str] = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "temp": "temp",
+    "penalty_last_n": "repeat_last_n",
+    "penalty_repeat": "repeat_penalty",
+    "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+}
+"""``general.sampling.KEY`` of a model file -> field of `SamplingOptions`."""
+
+
+def open_target(options: Options) -> GGUFFile:
+    """The target's file with the user's metadata overrides. Raises `UsageError` without one."""
+    model = options.model
+    path = model.path
+    if model.hf_repo is not None:
+        path = download(model.hf_repo, model.hf_file, model.hf_token, offline=model.offline)
+    if path is None:
+        raise UsageError("--model is required; give the target's GGUF file with -m")
+    return GGUFFile.open(path, dict(parse_override(text) for text in model.override_kv))
+
+
+def open_draft(options: Options) -> GGUFFile | None:
+    """The draft's file, or None if there is none."""
+    draft = options.spec.draft
+    if draft.hf_repo is not None:
+        name = None if draft.path is None else str(draft.path)
+        model = options.model
+        path = download(draft.hf_repo, name, model.hf_token, offline=model.offline)
+        return GGUFFile.open(path)
+    return None if draft.path is None else GGUFFile.open(draft.path)
+
+
+def recommended_sampling(file: GGUFFile) -> dict[str, Any]:
+    """The sampling values that a model file recommends, as a layer for `Options.merge`."""
+    values: dict[str, Any] = {}
+    for key, name in SAMPLING_KEYS.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            values[f"sampling.{name}"] = value
+    sequence = file.metadata.get("general.sampling.sequence")
+    if isinstance(sequence, str):
+        from specdec.sampler_names import parse_sampler_seq
+
+        values["sampling.samplers"] = parse_sampler_seq(sequence)
+    return values
+
+
+def parse_override(text: str) -> tuple[str, Scalar]:
+    """One `KEY=TYPE:VALUE` of `--override-kv`. Raises `UsageError`."""
+    key, equals, rest = text.partition("=")
+    kind, colon, value = rest.partition(":")
+    if not (key and equals and colon and kind in _OVERRIDE_TYPES):
+        raise UsageError(
+            f"--override-kv: '{text}' is not KEY=TYPE:VALUE with TYPE int, float, bool or str"
+        )
+    try:
+        return key, _OVERRIDE_TYPES[kind](value)
+    except (ValueError, KeyError):
+        raise UsageError(f"--override-kv: '{value}' is no {kind} value for {key}") from None
+
+
+_OVERRIDE_TYPES: Mapping[str, Callable[[str], Scalar]] = {
+    "int": int,
+    "float": float,
+    "bool": {"true": True, "false": False}.__getitem__,
+    "str": str,
+}
+
+
+def download(repo: str, filename: str | None, token: str | None, *, offline: bool) -> Path:
+    """A file of a Hugging Face repository, from the local cache if it is there.
+
+    ``repo`` is `user/name[:quant]`; without ``filename`` the file whose name contains the quant
+    (Q4_K_M by default) is taken, else the first GGUF. Raises `UsageError` without the package.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UsageError(
+            "--hf-repo needs the package huggingface_hub; pip install 'specdec[hub]'"
+        ) from None
+    name, _, quant = repo.partition(":")
+    try:
+        if filename is None:
+            filename = _pick_file(huggingface_hub, name, quant or "Q4_K_M", token, offline)
+        return Path(
+            huggingface_hub.hf_hub_download(name, filename, token=token, local_files_only=offline)
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--hf-repo {repo}: {reason}") from error
+
+
+def _pick_file(hub: Any, repo: str, quant: str, token: str | None, offline: bool) -> str:
+    if offline:
+        folder = Path(hub.snapshot_download(repo, token=token, local_files_only=True))
+        names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.gguf"))]
+    else:
+        names = sorted(n for n in hub.list_repo_files(repo, token=token) if n.endswith(".gguf"))
+    names = [name for name in names if not Path(name).name.startswith("mmproj")]
+    if not names:
+        raise ValueError("the repository has no GGUF files")
+    return next((name for name in names if quant.lower() in name.lower()), names[0])
+
+
+def pick_device(model: ModelOptions, draft: DraftOptions | None = None) -> torch.device:
+    """The device of the target, or of the draft. Raises `UsageError` for one that is not there."""
+    import torch
+
+    flag, name, n_layers = "--device", model.device, model.n_gpu_layers
+    if draft is not None:
+        flag = "--spec-draft-device" if draft.device else flag
+        name = draft.device or name
+        n_layers = draft.n_gpu_layers if draft.n_gpu_layers != "auto" else n_layers
+    if name == "none" or n_layers == "0":
+        return torch.device("cpu")
+    known = devices()
+    if name is None:
+        return torch.device(known[-1])
+    if name not in known and f"{name}:0" not in known:
+        raise UsageError(f"{flag}: {unknown_name('device', name, known)}")
+    return torch.device(name)
+
+
+def devices() -> list[str]:
+    """The names that `--device` takes on this machine, the best one last."""
+    import torch
+
+    names = ["cpu"]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    names += [f"cuda:{i}" for i in reversed(range(torch.cuda.device_count()))]
+    return names
+
+
+def cache_dtype(name: str | None, flag: str) -> torch.dtype:
+    """The torch type of a cache; quantised types are kept as f16, which is said once."""
+    import torch
+
+    real = {None: torch.float32, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    if name not in real:
+        log.warning("%s %s: quantised caches are not supported; using f16", flag, name)
+        return torch.float16
+    return real[name]
