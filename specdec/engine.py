@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from specdec.chat import ChatTemplate, Message
+from specdec.chat import ChatTemplate, Message, choose_template, find_template
 from specdec.drafters.base import FirstOf
 from specdec.drafters.selection import DraftContext, build_drafters, choose_types
 from specdec.errors import UsageError
@@ -92,6 +92,10 @@ class Engine:
                 types, _draft_context(options, target, file, draft_file, n_ctx)
             )
         return cls(options, target, tokenizer, template, drafter, n_ctx)
+
+    def close(self) -> None:
+        """Lets drafters write back what they keep between runs."""
+        self.drafter.save()
 
     def session(self) -> Session:
         """A conversation of its own, with an empty cache."""
@@ -287,11 +291,9 @@ def _template_variables(options: Options) -> dict[str, Any]:
 
 def _chat_template(options: Options, file: GGUFFile, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template the user gave, else the model's own, else None."""
-    source = options.chat.template
-    if source is None:
-        source = file.get_str("tokenizer.chat_template", default=None)
-    if source is None:
+    if options.chat.template is None and find_template(file.metadata) is None:
         return None
+    source = choose_template(options.chat.template, file.metadata)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     return ChatTemplate(
         source,

@@ -438,8 +438,14 @@ class ChatOptions:
 class GenerateOptions:
     """One request: its text, and when it ends."""
 
-    prompt: str = ""
-    """The prompt."""
+    prompt: str | None = None
+    """The prompt; `-` = standard input."""
+    prompt_file: Path | None = None
+    """A text file with the prompt; one trailing newline is dropped."""
+    binary_file: Path | None = None
+    """A file whose bytes are the prompt, unchanged."""
+    conversation: bool | None = None
+    """Wrap the prompt by the chat template; None = if the model has one."""
     n_predict: int = -1
     """Tokens to generate; -1 = until the end, -2 = until the context is full."""
     stop: tuple[str, ...] = ()
@@ -454,6 +460,24 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What the command shows, and where."""
+
+    display_prompt: bool = False
+    """Print the prompt before the reply."""
+    show_timings: bool = True
+    """Print speed and speculation statistics on stderr."""
+    file: Path | None = None
+    """Write the reply to this file as well."""
+    color: Literal["on", "off", "auto"] = "auto"
+    """Colours on stderr and in the reply."""
+    verbosity: int = 3
+    """0 output only, 1 errors, 2 warnings, 3 info, 4 trace, 5 debug."""
+    log_file: Path | None = None
+    """Write messages to this file as well."""
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Everything a run depends on."""
 
@@ -462,6 +486,7 @@ class Options:
     spec: SpecOptions = field(default_factory=SpecOptions)
     chat: ChatOptions = field(default_factory=ChatOptions)
     generate: GenerateOptions = field(default_factory=GenerateOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
 
     def merge(self, *layers: Mapping[str, Any]) -> Self:
         """A copy with the leaves of ``layers`` (dotted path -> value) set; later layers win.

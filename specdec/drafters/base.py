@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -73,6 +73,14 @@ class Drafter(Protocol):
 
     def accept(self, accepted: int) -> None:
         """Keeps the first ``accepted`` tokens of this drafter's last draft, undoes the rest."""
+
+
+@runtime_checkable
+class Persistent(Protocol):
+    """A drafter that keeps something between runs."""
+
+    def save(self) -> None:
+        """Writes it to its file."""
 
 
 class Pick(NamedTuple):
@@ -170,6 +178,12 @@ class FirstOf:
         """Tells the drafter of the last draft."""
         if self._author is not None:
             self._author.accept(accepted)
+
+    def save(self) -> None:
+        """Lets drafters write what they keep between runs."""
+        for drafter in self.drafters:
+            if isinstance(drafter, Persistent):
+                drafter.save()
 
 
 def _cut(draft: Draft, room: int, name: str) -> Draft:

