@@ -6,10 +6,11 @@ sees the verifier and is never shown a rejected token.
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -73,6 +74,14 @@ class Drafter(Protocol):
 
     def accept(self, accepted: int) -> None:
         """Keeps the first ``accepted`` tokens of this drafter's last draft, undoes the rest."""
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A drafter that keeps something from run to run."""
+
+    def save(self) -> None:
+        """Writes it down."""
 
 
 class Pick(NamedTuple):
@@ -141,6 +150,10 @@ class FirstOf:
         ]
         self._author: Drafter | None = None
 
+    def __copy__(self) -> Self:
+        """Copies of all drafters: after `begin` a second session on the same weights and tables."""
+        return type(self)([copy.copy(drafter) for drafter in self.drafters])
+
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """See `Drafter.begin`; what is kept is what all of them could keep."""
         self._author = None
@@ -170,6 +183,12 @@ class FirstOf:
         """Tells the drafter of the last draft."""
         if self._author is not None:
             self._author.accept(accepted)
+
+    def save(self) -> None:
+        """Lets those that keep something from run to run write it down."""
+        for drafter in self.drafters:
+            if isinstance(drafter, Saves):
+                drafter.save()
 
 
 def _cut(draft: Draft, room: int, name: str) -> Draft:
