@@ -7,6 +7,7 @@ prefix, statistics.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,8 +94,14 @@ class Engine:
             )
         return cls(options, target, tokenizer, template, drafter, n_ctx)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Lets drafters write back what they keep between runs."""
+        """Writes down what drafters keep from run to run; for the end of the last request."""
         self.drafter.save()
 
     def session(self) -> Session:
@@ -132,7 +139,7 @@ class Session:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         model = engine.options.model
-        self.drafter = engine.drafter
+        self.drafter = copy.copy(engine.drafter)
         self._cache = engine.target.new_cache(
             engine.n_ctx,
             dtype_k=cache_dtype(model.cache_type_k, "--cache-type-k"),

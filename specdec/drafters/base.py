@@ -6,10 +6,11 @@ sees the verifier and is never shown a rejected token.
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -76,11 +77,11 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Persistent(Protocol):
-    """A drafter that keeps something between runs."""
+class Saves(Protocol):
+    """A drafter that keeps something from run to run."""
 
     def save(self) -> None:
-        """Writes it to its file."""
+        """Writes it down."""
 
 
 class Pick(NamedTuple):
@@ -149,6 +150,10 @@ class FirstOf:
         ]
         self._author: Drafter | None = None
 
+    def __copy__(self) -> Self:
+        """Copies of all drafters: after `begin` a second session on the same weights and tables."""
+        return type(self)([copy.copy(drafter) for drafter in self.drafters])
+
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """See `Drafter.begin`; what is kept is what all of them could keep."""
         self._author = None
@@ -180,9 +185,9 @@ class FirstOf:
             self._author.accept(accepted)
 
     def save(self) -> None:
-        """Lets drafters write what they keep between runs."""
+        """Lets those that keep something from run to run write it down."""
         for drafter in self.drafters:
-            if isinstance(drafter, Persistent):
+            if isinstance(drafter, Saves):
                 drafter.save()
 
 

@@ -27,6 +27,7 @@ STREAMS = {
     "xtc": 0xC2B2AE35,
     "verifier": 0x9E3779B9,  # llama.cpp's
     "draft": 0x85EBCA6B,  # llama.cpp's
+    "synthetic": 0x27D4EB2F,
 }
 """Purpose of a random stream -> what its seed is the seed of the request XOR-ed with."""
 

@@ -103,7 +103,7 @@ def test_quantised_files_within_activation_rounding(name: str) -> None:
 
 
 def plain_llama(file: GGUFFile, ids: Tensor) -> Tensor:
-    """A llama forward written straight down in float64, with interleaved rotation as in the file."""
+    """A llama forward written straight down in float64, rotated in interleaved pairs."""
     weight = {name: file.load(name).double() for name in file.tensors}
     n_head = file.get_int("llama.attention.head_count")
     n_kv = file.get_int("llama.attention.head_count_kv")
