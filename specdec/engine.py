@@ -127,10 +127,19 @@ class Engine:
         else:
             if self.chat_template is None:
                 raise UsageError("--chat-template: the model file has no chat template; give one")
-            tokens = self.tokenizer.encode_chat(self.chat_template.render(prompt, **chat))
+            quoted = [self._quoted(message) for message in prompt]
+            tokens = self.tokenizer.encode_chat(self.chat_template.render(quoted, **chat))
         if not tokens:
             raise UsageError("--prompt is empty and the model has no BOS token to start from")
         return tokens
+
+
+    def _quoted(self, message: Message) -> Message:
+        """The message, its text unable to pass for control tokens."""
+        content = message["content"]
+        if not isinstance(content, str):
+            return message
+        return {**message, "content": self.tokenizer.quote(content)}
 
 
 class Session:

@@ -40,6 +40,10 @@ _C_SPACE = " \t\n\v\f\r"  # isspace() of the C locale
 _BYTE_TEXT = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
+QUOTE_MARK = "\ufdd0"
+"""A code point that is no character; see `Tokenizer.quote`."""
+
+
 class VocabType(IntEnum):
     """llama.cpp's number of the kind of vocabulary."""
 
@@ -201,11 +205,15 @@ class Tokenizer:
         control tokens written in the text as such; user-defined tokens always are. Lone surrogates
         count as U+FFFD.
         """
+        pieces = self._split_special(_valid_unicode(text), parse_special)
+        return self._encode(pieces, add_special)
+
+    def _encode(self, pieces: Iterable[str | int], add_special: bool) -> list[int]:
         ids: list[int] = []
         if add_special and self.add_bos and self.bos_id is not None:
             ids.append(self.bos_id)
         follows_special = True
-        for piece in self._split_special(_valid_unicode(text), parse_special):
+        for piece in pieces:
             if isinstance(piece, int):
                 ids.append(piece)
                 follows_special = True
@@ -217,13 +225,27 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def quote(self, text: str) -> str:
+        """`text` with a mark in every control token written in it, for a message's content.
+
+        `encode_chat` takes the marks out again and reads such text as text.
+        """
+        vocabulary = self._vocabulary
+        for token in vocabulary.special:
+            name = vocabulary.tokens[token]
+            if len(name) > 1 and name in text and vocabulary.types[token] in HIDDEN:
+                text = text.replace(name, f"{name[0]}{QUOTE_MARK}{name[1:]}")
+        return text
+
     def encode_chat(self, prompt: str) -> list[int]:
-        """The ids of a prompt that a chat template wrote.
+        """The ids of a prompt that a chat template wrote from `quote`d messages.
 
         Control tokens are read, and a begin or end token that both the template and `add_special`
         put there comes only once.
         """
-        ids = self.encode(prompt, parse_special=True)
+        pieces = self._split_special(_valid_unicode(prompt), parse_special=True)
+        unquoted = [p if isinstance(p, int) else p.replace(QUOTE_MARK, "") for p in pieces]
+        ids = self._encode(unquoted, add_special=True)
         if self.add_bos and ids[1:2] == [self.bos_id]:
             del ids[0]
         if self.add_eos and ids[-2:-1] == [self.eos_id]:
