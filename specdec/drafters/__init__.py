@@ -17,6 +17,8 @@ DRAFTERS = Registry(
         "ngram-mod": "specdec.drafters.ngram_mod:build",
         "ngram-cache": "specdec.drafters.ngram_cache:build",
         "draft-simple": "specdec.drafters.draft_model:build",
+        "draft-dflash": "specdec.drafters.dflash:build",
+        "draft-dflash2": "specdec.drafters.dflash:build",
     },
 )
 """Spec type -> a function from a `DraftContext` to a `Drafter`; place = priority."""

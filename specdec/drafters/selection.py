@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from specdec.drafters import DRAFTERS
 from specdec.drafters.compatibility import check_vocabulary
+from specdec.drafters.dflash import head_of
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.options import DFLASH_TYPES, SPEC_TYPES, SpecOptions
@@ -42,11 +43,7 @@ class DraftContext:
 def draft_type(file: GGUFFile) -> str:
     """The spec type that runs a draft file, from its architecture, tensor names and keys."""
     if file.architecture == "dflash":
-        if "markov_w1.weight" in file.tensors:
-            return "draft-dspark"
-        if "selector_hidden.weight" in file.tensors:
-            return "draft-dflash2"
-        return "draft-lilicorr" if "lilicorr.hidden_size" in file.metadata else "draft-dflash"
+        return head_of(file)
     if file.architecture == "eagle3":
         return "draft-eagle3"
     return "draft-mtp" if has_mtp_layers(file) else "draft-simple"

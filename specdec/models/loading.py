@@ -27,7 +27,18 @@ def load_weights(
 
     All names and shapes are compared before the first weight is read. Raises `ModelFileError`.
     """
-    wanted = module.state_dict()
+    load_modules([module], file, ignored=ignored, transform=transform)
+
+
+def load_modules(
+    modules: Sequence[nn.Module],
+    file: GGUFFile,
+    *,
+    ignored: Sequence[str] = (),
+    transform: Transform | None = None,
+) -> None:
+    """`load_weights` for several modules that share the tensors of one file among them."""
+    wanted = {name: value for module in modules for name, value in module.state_dict().items()}
     for name, parameter in wanted.items():
         if name not in file.tensors:
             raise ModelFileError(f"{file.path}: tensor {name} is missing; the file is incomplete")
@@ -47,7 +58,9 @@ def load_weights(
     for name in wanted:
         tensor = file.load(name)
         weights[name] = transform(name, tensor) if transform else tensor
-    module.load_state_dict(weights, assign=True)
+    for module in modules:
+        mine = {name: weights[name] for name in module.state_dict()}
+        module.load_state_dict(mine, assign=True)
 
 
 def build_target(

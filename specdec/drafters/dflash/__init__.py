@@ -1,0 +1,64 @@
+"""The DFlash family: a small transformer that reads the target's hidden states and drafts a block.
+
+One trunk turns a block of mask tokens into hidden states, one of several heads turns those into
+tokens. A file does not name its head or its backbone; both follow from tensors and keys, tested in
+the order of the tables here. References: DFlash (arXiv 2602.06036), llama.cpp's
+`src/models/dflash.cpp`. Imports no torch, so that files can be recognised cheaply.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specdec.registry import Registry
+
+if TYPE_CHECKING:
+    from specdec.drafters.dflash.drafter import DFlashDrafter
+    from specdec.drafters.selection import DraftContext
+    from specdec.gguf_file import GGUFFile
+
+HEADS = Registry(
+    "DFlash head",
+    {
+        "draft-dflash2": "specdec.drafters.dflash.dflash2:DFlash2Head",
+        "draft-dflash": "specdec.drafters.dflash.dflash:DFlashHead",
+    },
+)
+"""Spec type -> a `DraftHead`, in the order in which files are tested."""
+
+BACKBONES = Registry("DFlash backbone", {"base": "specdec.drafters.dflash.trunk:Trunk"})
+"""Name -> a `Backbone`."""
+
+
+def head_of(file: GGUFFile) -> str:
+    """The spec type of the head in a file of architecture ``dflash``."""
+    if "markov_w1.weight" in file.tensors:
+        return "draft-dspark"
+    if "selector_hidden.weight" in file.tensors:
+        return "draft-dflash2"
+    return "draft-lilicorr" if "lilicorr.hidden_size" in file.metadata else "draft-dflash"
+
+
+def backbone_of(file: GGUFFile) -> str:
+    """The name of the transformer in a file of architecture ``dflash``."""
+    if file.get_int(file.key("hyper_connection.count"), default=0) > 0:
+        single_pass = file.get_bool(file.key("hyper_connection.single_pass"), default=False)
+        return "deepseek4.1" if single_pass else "deepseek4"
+    has_latent = file.key("attention.kv_lora_rank") in file.metadata
+    return "mistral-large4" if has_latent else "base"
+
+
+def build(context: DraftContext) -> DFlashDrafter:
+    """The drafter for the draft file of ``context``, whichever head it has."""
+    from specdec.drafters.dflash.drafter import DFlashDrafter
+    from specdec.drafters.dflash.model import load
+
+    assert context.draft_file is not None
+    model = load(context.draft_file, context.target, context.device)
+    return DFlashDrafter(
+        model,
+        context.spec.draft,
+        context.n_ctx,
+        dtype_k=context.dtype_k,
+        dtype_v=context.dtype_v,
+    )
