@@ -12,49 +12,40 @@ tables. Logits are scaled and soft-capped first if the file says so. Reference: 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
 from specdec.drafters.base import DraftSampler, Pick
 from specdec.drafters.dflash.config import DraftConfig
-from specdec.drafters.dflash.head import DraftBlock, to_host, walk
+from specdec.drafters.dflash.head import DraftBlock, DraftHead, to_host, walk
 from specdec.drafters.dflash.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 
 
-class DFlash2Head(nn.Module):
+class DFlash2Head(DraftHead):
     """Scores pairs of neighbouring candidates and walks the best path."""
 
-    name: ClassVar[str] = "draft-dflash2"
-    needs_anchor: ClassVar[bool] = False
-    can_sample: ClassVar[bool] = True
+    name = "draft-dflash2"
 
     def __init__(self, file: GGUFFile, config: DraftConfig, vocabulary: DraftVocabulary) -> None:
-        super().__init__()
+        super().__init__(file, config, vocabulary)
         rank = file.get_int(file.key("selector_rank"))
-        self.n_max = config.block_size - 1
         self.n_candidates = file.get_int(file.key("selector_top_k"))
         self.logit_scale = file.get_float(file.key("logit_scale"), default=1.0) or 1.0
         self.logit_softcap = file.get_float(file.key("final_logit_softcapping"), default=0.0)
         self.selector_predecessor = nn.Embedding(config.n_vocab, rank)
         self.selector_successor = nn.Embedding(config.n_vocab, rank)
         self.selector_hidden = nn.Linear(config.n_embd, rank, bias=False)
-        self._vocabulary = [vocabulary]  # a list, so that it is no submodule
-
-    def block_len(self, n_draft: int) -> int:
-        """See `DraftHead.block_len`."""
-        return n_draft + 1
 
     def propose(self, block: DraftBlock, n_draft: int, sampler: DraftSampler) -> list[Pick]:
         """See `DraftHead.propose`."""
-        ids, scores = self.lattice(block.hidden[1 : n_draft + 1], block.last_token)
-        return walk(*to_host(ids, scores), sampler)
+        lattice = self.lattice(block.hidden[1 : n_draft + 1], block.last_token)
+        ids, scores = to_host(*lattice)
+        return walk(ids, scores, sampler)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [K, VD] of hidden states [K, D], scaled and soft-capped."""
-        logits = self._vocabulary[0].logits(hidden) * self.logit_scale
+        logits = self.vocabulary.logits(hidden) * self.logit_scale
         cap = self.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -65,7 +56,7 @@ class DFlash2Head(nn.Module):
         first are that token.
         """
         unary, rows = self.logits(hidden).topk(self.n_candidates)
-        ids, order = self._vocabulary[0].to_target(rows).sort()
+        ids, order = self.vocabulary.to_target(rows).sort()
         unary = unary.gather(-1, order)
         anchor = torch.full_like(ids[:1], last_token)
         before = self.selector_predecessor(torch.cat((anchor, ids[:-1])))  # [K, C, R]

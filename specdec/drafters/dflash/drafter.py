@@ -42,7 +42,8 @@ class DFlashDrafter:
         self.n_ctx = n_ctx
         self._dtypes = (dtype_k, dtype_v)
         self._warned = False
-        self.begin(SamplingOptions())
+        self._cache, self._anchors = self._new_caches()
+        self._sampler = DraftSampler(self.options, SamplingOptions())
 
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """See `Drafter.begin`."""
@@ -68,7 +69,7 @@ class DFlashDrafter:
         """One block pass; ends before the first token less likely than `p_min`."""
         length = self._longest(room)
         if length < 1:
-            return Draft(end="room" if room < 1 or self.n_max else "n_max")
+            return Draft(end="n_max" if self.n_max < 1 else "room")
         picks = self.model.head.propose(self.run(last_token, length), length, self._sampler)
         end = "p_min" if len(picks) < length else "n_max" if length == self.n_max else "room"
         if len(picks) < min(self.options.n_min, length):
@@ -104,7 +105,7 @@ class DFlashDrafter:
         return context, KVCache(features, self.n_ctx, device=device)
 
     def _clamped(self, options: DraftOptions) -> DraftOptions:
-        """The options as far as the block and the head allow them, with a warning if they do not."""
+        """The options as far as head and block allow them, with a warning if they do not."""
         head, block_size = self.model.head, self.model.config.block_size
         if options.sampling == "probabilistic" and not head.can_sample:
             log.warning(

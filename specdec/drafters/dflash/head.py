@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.drafters.base import DraftSampler, Pick
 from specdec.drafters.dflash.config import DraftConfig
@@ -28,24 +29,33 @@ class DraftBlock:
     with `needs_anchor`."""
 
 
-class DraftHead(Protocol):
-    """Turns hidden states into draft tokens; an `nn.Module` whose parameters carry GGUF names."""
+class DraftHead(nn.Module, abc.ABC):
+    """Turns hidden states into draft tokens; its parameters carry GGUF names."""
 
     name: ClassVar[str]
     """Its spec type."""
-    needs_anchor: ClassVar[bool]
+    needs_anchor: ClassVar[bool] = False
     """Whether it reads `DraftBlock.anchor`."""
-    can_sample: ClassVar[bool]
-    """Whether its picks can be drawn from a distribution of its own."""
-    n_max: int
-    """Longest draft that one block yields."""
+    can_sample: ClassVar[bool] = True
+    """Whether its tokens can be drawn from a distribution of its own."""
 
     def __init__(self, file: GGUFFile, config: DraftConfig, vocabulary: DraftVocabulary) -> None:
         """The modules for a file, built on the meta device; weights come later."""
+        super().__init__()
+        self.n_max = config.block_size - 1
+        """Longest draft that one block yields."""
+        self._vocabulary = (vocabulary,)  # a tuple, so that it is no submodule
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """Embeddings and output matrix; not part of the head's own parameters."""
+        return self._vocabulary[0]
 
     def block_len(self, n_draft: int) -> int:
         """Slots of the block that yields ``n_draft`` tokens, 1 <= n_draft <= n_max."""
+        return n_draft + 1
 
+    @abc.abstractmethod
     def propose(self, block: DraftBlock, n_draft: int, sampler: DraftSampler) -> list[Pick]:
         """Up to ``n_draft`` tokens; ends before the first one less likely than ``sampler.p_min``.
 
@@ -58,7 +68,7 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
     packed = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
-    parts = packed.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
     return [
         part.to(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
@@ -66,7 +76,7 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def walk(ids: Tensor, scores: Tensor, sampler: DraftSampler) -> list[Pick]:
-    """The path through a lattice, step by step from the best or drawn candidate to the next one.
+    """A path through a lattice, step by step from the best or drawn candidate to the next one.
 
     ids [K, C]: candidate tokens of each step; scores [K, C, C]: of each candidate (last axis) after
     each candidate of the step before. All on the CPU. Before the first step the predecessor is 0.

@@ -95,7 +95,7 @@ class Trunk(nn.Module):
         )
         self.output_norm = nn.RMSNorm(config.n_embd, eps=config.rms_eps)
         self._layers: list[BlockLayer] = list(self.blk)  # type: ignore[arg-type]
-        self._rotary = RotaryEmbedding(specs[0].rope)
+        self._rotary = [RotaryEmbedding(specs[0].rope)]  # a list: its tables stay on the host
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """See `Backbone.fuse`."""
@@ -146,7 +146,7 @@ class Trunk(nn.Module):
 
     def _angles(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         # Positions stay on the host: asking a device for the largest one would wait for it.
-        cos, sin = self._rotary(positions)
+        cos, sin = self._rotary[0](positions)
         return cos.to(device), sin.to(device)
 
 
@@ -197,8 +197,9 @@ class BlockLayer(DecoderLayer):
         """The kernels [T, taps, D] before and after a branch whose input is x [T, D]."""
         if self.convolution is None:
             return None, None
-        base, projection = getattr(self, f"{branch}_conv_base"), getattr(self, f"{branch}_conv_proj")
-        parts = projection(x).view(x.shape[0], 2, self.convolution.kernel_size, -1)
+        base = getattr(self, f"{branch}_conv_base")
+        parts = getattr(self, f"{branch}_conv_proj")(x)
+        parts = parts.view(x.shape[0], 2, self.convolution.kernel_size, -1)
         kernels = base + parts.repeat_interleave(self.convolution.group_size, dim=-1)
         return kernels[:, 0], kernels[:, 1]
 
@@ -210,7 +211,7 @@ def local_convolution(x: Tensor, kernels: Tensor | None, n_slots: int) -> Tensor
     """
     if kernels is None:
         return x
-    blocks = x.unflatten(0, (-1, n_slots))
+    blocks = x.view(-1, n_slots, x.shape[-1])
     terms = [
         kernels[:, i] * F.pad(blocks, (0, 0, i, 0))[:, :n_slots].flatten(0, 1)
         for i in range(min(kernels.shape[1], n_slots))
@@ -226,12 +227,11 @@ def block_attention(
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
     """Grouped-query attention [T, H, Dv] over context and block, which are not joined in memory."""
-    n_rows, n_head_kv = q.shape[0], block[0].shape[1]
-    grouped = q.unflatten(1, (n_head_kv, -1)).permute(1, 2, 0, 3)  # [Hkv, G, T, Dh]
-    flat = grouped.flatten(1, 2)
-    n_context = context[0].shape[1]
-    parts = (flat @ context[0].transpose(1, 2), flat @ block[0].permute(1, 2, 0))
-    scores = torch.cat(parts, dim=-1).float().unflatten(1, (-1, n_rows))
+    n_rows, n_head_kv, n_context = q.shape[0], block[0].shape[1], context[0].shape[1]
+    grouped = q.reshape(n_rows, n_head_kv, -1, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
+    parts = (grouped @ context[0].transpose(1, 2), grouped @ block[0].permute(1, 2, 0))
+    scores = torch.cat(parts, dim=-1).float()  # [Hkv, G * T, N + T]
+    scores = scores.view(n_head_kv, -1, n_rows, scores.shape[-1])
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     if sinks is not None:
@@ -240,7 +240,7 @@ def block_attention(
     weights = scores.softmax(dim=-1).to(block[1].dtype).flatten(1, 2)
     mixed = weights[..., :n_context] @ context[1]
     mixed = mixed + weights[..., n_context : n_context + n_rows] @ block[1].transpose(0, 1)
-    return mixed.unflatten(1, (-1, n_rows)).permute(2, 0, 1, 3).flatten(1, 2)
+    return mixed.view(n_head_kv, -1, n_rows, mixed.shape[-1]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def visible_keys(
@@ -277,7 +277,8 @@ def read_layer_specs(file: GGUFFile, config: DraftConfig) -> list[LayerSpec]:
 
     Raises `ModelFileError` for impossible sizes, `UnsupportedError` for an unknown activation.
     """
-    common = read_layer_spec(file, RopeOptions())
+    with torch.device("cpu"):  # reads `rope_freqs`, while modules are built on the meta device
+        common = read_layer_spec(file, RopeOptions())
     if common.head_dim_v != common.head_dim:
         raise ModelFileError(
             f"{file.path}: {file.key('attention.value_length')} is {common.head_dim_v}, expected "
