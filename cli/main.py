@@ -5,11 +5,12 @@ Exit codes: 0 done, 1 failure, 2 usage, 130 interrupted. A closed pipe ends quie
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 from typer import TyperException
@@ -18,7 +19,7 @@ from specdec.errors import SpecdecError, UsageError, unknown_name
 from specdec.version import __version__
 from specdec_cli import log
 from specdec_cli.argv import HELP, normalise
-from specdec_cli.flags import Panel, with_flags
+from specdec_cli.flags import Given, Panel, with_flags
 from specdec_cli.run import PANELS, generate
 
 app = typer.Typer(
@@ -32,7 +33,23 @@ app = typer.Typer(
 COMMANDS: dict[str, tuple[Panel, ...]] = {"generate": PANELS}
 """Sub-command -> its flags."""
 
-app.command("generate")(with_flags(*PANELS)(generate))
+
+def _until_closed(command: Callable[[Given], None]) -> Callable[[Given], None]:
+    """The command, ending quietly when whoever reads its output has enough."""
+
+    @functools.wraps(command)
+    def run_command(given: Given) -> None:
+        try:
+            command(given)
+        except BrokenPipeError:
+            # Keep the interpreter from flushing what is left into the closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return run_command
+
+
+app.command("generate")(with_flags(*PANELS)(_until_closed(generate)))
 
 
 @app.callback()
@@ -54,10 +71,6 @@ def run(argv: Sequence[str]) -> int:
         return _report(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has enough; keep the interpreter from flushing into the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except MemoryError:
         return _report("out of memory; try a smaller model or --ctx-size", 1)
     except Exception as error:

@@ -129,10 +129,11 @@ class Engine:
                 raise UsageError("--chat-template: the model file has no chat template; give one")
             quoted = [self._quoted(message) for message in prompt]
             tokens = self.tokenizer.encode_chat(self.chat_template.render(quoted, **chat))
+        if not tokens and self.tokenizer.bos_id is not None:
+            tokens = [self.tokenizer.bos_id]
         if not tokens:
             raise UsageError("--prompt is empty and the model has no BOS token to start from")
         return tokens
-
 
     def _quoted(self, message: Message) -> Message:
         """The message, its text unable to pass for control tokens."""

@@ -426,8 +426,6 @@ class ChatOptions:
     """Jinja source or a built-in name; None = the model's own."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the template."""
-    jinja: bool = True
-    """Use the template engine."""
     reasoning: Literal["on", "off", "auto"] = "auto"
     """Ask the template to think or not."""
     reasoning_effort: str = "default"

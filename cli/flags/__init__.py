@@ -50,6 +50,8 @@ class Flag:
     metavar: str | None = None
     kind: Kind = "set"
     is_switch: bool = False
+    appends: bool = False
+    """Whether occurrences add up."""
     advice: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,11 +69,6 @@ class Flag:
     def takes_value(self) -> bool:
         """Whether the word after it is its value."""
         return not (self.is_switch or self.kind == "preset" or self._type is bool)
-
-    @property
-    def appends(self) -> bool:
-        """Whether occurrences add up."""
-        return typing.get_origin(self._type) is tuple
 
     @property
     def default(self) -> Any:

@@ -69,6 +69,7 @@ MODEL = Panel(
             ("--override-kv",),
             "Override metadata, KEY=TYPE:VALUE,... with TYPE int, float, bool or str.",
             parse=lambda text: tuple(text.split(",")),
+            appends=True,
         ),
         Flag("model.check_tensors", ("--check-tensors",), "Look for invalid values while loading."),
         Flag(

@@ -96,6 +96,7 @@ SAMPLING = Panel(
             ("--dry-sequence-breaker",),
             "DRY: what ends the look-back; the first use clears the defaults, none = no breakers.",
             parse=lambda text: () if text == "none" else (text,),
+            appends=True,
         ),
         _float("adaptive_target", "--adaptive-target", text="Adaptive-p: aim; negative = off."),
         _float("adaptive_decay", "--adaptive-decay", text="Adaptive-p: memory."),
@@ -109,6 +110,7 @@ SAMPLING = Panel(
             ("--logit-bias", "-l"),
             "ID+BIAS or ID-BIAS: added to a token's logit.",
             parse=parse_logit_bias,
+            appends=True,
             metavar="ID+BIAS",
         ),
         *(

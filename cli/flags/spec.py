@@ -56,6 +56,7 @@ DRAFT = Panel(
             "Drafters, a comma list: " + ", ".join(SPEC_TYPES) + ". Occurrences add up.",
             "LLAMA_ARG_SPEC_TYPE",
             parse=parse_types,
+            appends=True,
             metavar="TYPES",
         ),
         Flag(

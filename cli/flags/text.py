@@ -56,6 +56,7 @@ PROMPT = Panel(
             "generate.stop",
             ("--reverse-prompt", "-r"),
             "Stop string; may be given several times.",
+            appends=True,
         ),
         Flag(
             "generate.escape",
