@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from specdec.drafters import DRAFTERS
 from specdec.drafters.compatibility import check_vocabulary
 from specdec.drafters.dflash import head_of
+from specdec.drafters.dflash.validate import check_draft
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.options import DFLASH_TYPES, SPEC_TYPES, SpecOptions
@@ -70,7 +71,7 @@ def choose_types(
     _check_draft_is_used(spec, types, draft_file)
     for name in types:
         if name.startswith("draft-"):
-            _check_draft(name, target_file, draft_file)
+            _check_draft(name, target_file, draft_file, spec)
     missing = [name for name in types if name not in DRAFTERS]
     if missing:
         raise UsageError(
@@ -108,7 +109,9 @@ def _check_draft_is_used(
     )
 
 
-def _check_draft(name: str, target_file: GGUFFile, draft_file: GGUFFile | None) -> None:
+def _check_draft(
+    name: str, target_file: GGUFFile, draft_file: GGUFFile | None, spec: SpecOptions
+) -> None:
     """Raises unless ``draft_file`` is what the spec type ``name`` runs."""
     assert name in SPEC_TYPES
     if draft_file is None:
@@ -125,3 +128,5 @@ def _check_draft(name: str, target_file: GGUFFile, draft_file: GGUFFile | None) 
         raise UsageError(f"--spec-type {name} does not match the draft model: use {found}")
     if name == "draft-simple":
         check_vocabulary(target_file, draft_file)
+    if name in DFLASH_TYPES:
+        check_draft(target_file, draft_file, spec.draft)
