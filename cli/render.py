@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from specdec.engine import Chunk, Completion
     from specdec.stats import Statistics
 
+DRAFTED, RESET = "\033[32m", "\033[0m"
+"""Terminal codes around text that was drafted and accepted."""
 LONG_PROMPT = 512
 """Prompt tokens from which a progress bar is shown."""
 
@@ -29,7 +31,9 @@ class Display:
 
     def __init__(self, options: OutputOptions) -> None:
         self.options = options
-        self._stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+        self._stderr = Console(
+            stderr=True, soft_wrap=True, highlight=False, no_color=options.color == "off"
+        )
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -65,7 +69,8 @@ class Display:
     def write(self, chunk: Chunk) -> None:
         """Streams a piece of the reply."""
         self._stop_progress()
-        sys.stdout.write(chunk.text)
+        marked = chunk.drafted and self.options.color == "on" and sys.stdout.isatty()
+        sys.stdout.write(f"{DRAFTED}{chunk.text}{RESET}" if marked else chunk.text)
         sys.stdout.flush()
 
     def end(self, completion: Completion) -> None:

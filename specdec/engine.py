@@ -17,12 +17,12 @@ from specdec.chat import ChatTemplate, Message, choose_template, find_template
 from specdec.drafters.base import FirstOf
 from specdec.drafters.selection import DraftContext, build_drafters, choose_types
 from specdec.errors import UsageError
-from specdec.generate import Finish, Limits, Round, decode
+from specdec.generate import Finish, Limits, Round, decode, warm_up
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.options import Options
-from specdec.resources import cache_dtype, open_draft, open_target, pick_device
+from specdec.resources import cache_dtype, open_draft, open_target, pick_device, set_threads
 from specdec.sampling import build_chain
 from specdec.stats import Statistics
 from specdec.stops import StopFilter
@@ -86,12 +86,19 @@ class Engine:
             types = choose_types(options.spec, file, draft_file)
             tokenizer = Tokenizer.from_metadata(file.metadata)
             template = _chat_template(options, file, tokenizer)
-            device = pick_device(options.model)
-            target = load_target(file, rope=options.model.rope, device=device)
+            set_threads(options.model.n_threads)
+            target = load_target(
+                file,
+                rope=options.model.rope,
+                device=pick_device(options.model),
+                check_tensors=options.model.check_tensors,
+            )
             n_ctx = options.model.n_ctx or target.config.n_ctx_train or DEFAULT_CONTEXT
             drafter = build_drafters(
                 types, _draft_context(options, target, file, draft_file, n_ctx)
             )
+        if options.model.warmup:
+            warm_up(target)
         return cls(options, target, tokenizer, template, drafter, n_ctx)
 
     def __enter__(self) -> Self:

@@ -111,6 +111,12 @@ def prefill(
 
 
 @torch.inference_mode()
+def warm_up(target: Target) -> None:
+    """Runs one token and forgets it, so that the first request does not pay for first-time work."""
+    target(torch.zeros(1, dtype=torch.int64, device=target.device), target.new_cache(1))
+
+
+@torch.inference_mode()
 def decode(
     target: Target,
     cache: KVCache,

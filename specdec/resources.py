@@ -159,6 +159,14 @@ def devices() -> list[str]:
     return names
 
 
+def set_threads(n_threads: int) -> None:
+    """Sets torch's compute threads for the process; 0 or less keeps torch's own choice."""
+    import torch
+
+    if n_threads > 0:
+        torch.set_num_threads(n_threads)
+
+
 def cache_dtype(name: str | None, flag: str) -> torch.dtype:
     """The torch type of a cache; quantised types are kept as f16, which is said once."""
     import torch

@@ -27,17 +27,24 @@ ARCHITECTURES = Registry(
 
 
 def load_target(
-    file: GGUFFile, *, rope: RopeOptions | None = None, device: torch.device | str = "cpu"
+    file: GGUFFile,
+    *,
+    rope: RopeOptions | None = None,
+    device: torch.device | str = "cpu",
+    check_tensors: bool = False,
 ) -> Target:
     """The model in ``file`` with float32 weights on ``device``.
 
     Raises `UnsupportedError` for an unknown architecture, `ModelFileError` for a missing, left-over
-    or misshapen tensor.
+    or misshapen tensor, and with ``check_tensors`` for one with a value that is not finite.
     """
     from specdec.errors import UnsupportedError, unknown_name
+    from specdec.models.loading import check_finite
 
     if file.architecture not in ARCHITECTURES:
         message = unknown_name("architecture", file.architecture, ARCHITECTURES)
         raise UnsupportedError(f"{file.path}: {message}")
     target: Target = ARCHITECTURES.load(file.architecture)(file, rope or RopeOptions())
+    if check_tensors:
+        check_finite(target, file)
     return target.to(device).requires_grad_(False).eval()

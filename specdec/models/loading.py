@@ -63,6 +63,15 @@ def load_modules(
         module.load_state_dict(mine, assign=True)
 
 
+def check_finite(module: nn.Module, file: GGUFFile) -> None:
+    """Raises `ModelFileError` for the first weight with a value that is not finite."""
+    for name, tensor in module.state_dict().items():
+        if not torch.isfinite(tensor).all():
+            raise ModelFileError(
+                f"{file.path}: tensor {name} has values that are not finite; the file is damaged"
+            )
+
+
 def build_target(
     file: GGUFFile,
     config: ModelConfig,
