@@ -36,7 +36,7 @@ def write_target(
     """
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, n_embd, n_layer, n_ctx)
-    _add_vocabulary(writer, eos_id)
+    add_vocabulary(writer, eos_id)
     for name, values in _weights(architecture, seed, n_embd, n_layer, sharpness).items():
         if memoryless and name == "token_embd.weight":
             values[:] = values[0]
@@ -63,7 +63,8 @@ def _add_sizes(writer: gguf.GGUFWriter, n_embd: int, n_layer: int, n_ctx: int) -
     writer.add_rope_freq_base(10000.0)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, eos_id: int) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, eos_id: int = END) -> None:
+    """The byte vocabulary."""
     kind = gguf.TokenType
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["<unk>", "<s>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256))])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tiny
+import tiny_drafts
 import torch
 from fakes import ForcedVerifier
 from torch import Tensor
@@ -59,6 +61,34 @@ def _liar(path: Path) -> Path:
     return tiny.write_target(path, negated=True)
 
 
+def _dflash(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, window=6)
+
+
+def _dflash_lucky(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, d2t=_common_tokens())
+
+
+def _dflash2(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-dflash2", block_size=6)
+
+
+def _dflash2_lucky(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-dflash2", d2t=_common_tokens(), window=9)
+
+
+def _common_tokens() -> tuple[int, ...]:
+    """The two tokens that plain decoding emits most: a draft of these is right now and then."""
+    target, cache = tiny_target(), tiny_target().new_cache(N_CTX)
+    text = list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(60):
+            logits = target(torch.tensor(text[cache.length :]), cache, logit_rows=1).logits
+            text.append(int(logits[0].argmax()))
+    common = Counter(text[len(PROMPT) :]).most_common(2)
+    return tuple(token for token, _ in common)
+
+
 CASES = (
     Case("ngram-simple", ("ngram-simple",)),
     Case("ngram-map-k", ("ngram-map-k",), follows_rounds=True),
@@ -68,6 +98,11 @@ CASES = (
     Case("draft-simple-perfect", ("draft-simple",), _perfect),
     Case("draft-simple-liar", ("draft-simple",), _liar),
     Case("draft-simple-sampled", ("draft-simple",), _perfect, sampled=True),
+    Case("draft-dflash", ("draft-dflash",), _dflash),
+    Case("draft-dflash-lucky", ("draft-dflash",), _dflash_lucky),
+    Case("draft-dflash2", ("draft-dflash2",), _dflash2),
+    Case("draft-dflash2-lucky", ("draft-dflash",), _dflash2_lucky),
+    Case("draft-dflash2-sampled", ("draft-dflash2",), _dflash2, sampled=True),
     Case("mixed", ("draft-simple", "ngram-cache", "ngram-mod"), _liar, follows_rounds=True),
 )
 DETERMINISTIC = tuple(case for case in CASES if not case.sampled)
@@ -178,6 +213,13 @@ def forced_rounds(
     for _ in accepted:
         text += next(rounds).tokens
     return text
+
+
+def show(drafter: Drafter, text: Sequence[int], start: int = 0) -> None:
+    """``drafter`` observes the tokens of ``text`` from ``start`` on, with the target's taps."""
+    tokens, target = torch.tensor(text), tiny_target()
+    output = target(tokens, target.new_cache(N_CTX), taps=drafter.taps, logit_rows=0)
+    drafter.observe(tokens[start:], None if output.hidden is None else output.hidden[start:])
 
 
 def assert_same_draft(found: Draft, expected: Draft) -> None:

@@ -164,6 +164,13 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
     assert statistics.acceptance_length == 5.0
 
 
+@pytest.mark.parametrize("id_", ["draft-dflash-lucky", "draft-dflash2-lucky"])
+def test_a_lucky_draft_is_accepted_now_and_then(id_: str) -> None:
+    case = next(case for case in CASES if case.id == id_)
+    statistics = agree(tiny_target(), case, 4, SAMPLING["greedy"], Limits(N_CTX, n_predict=60))
+    assert 0 < statistics.accepted < statistics.drafted
+
+
 def test_a_lying_draft_is_refused_whole() -> None:
     case = next(case for case in CASES if case.id == "draft-simple-liar")
     statistics = agree(tiny_target(), case, 4, SAMPLING["greedy"], Limits(N_CTX, n_predict=20))

@@ -22,6 +22,7 @@ from contracts.cases import (
     build,
     forced_rounds,
     name,
+    show,
 )
 
 from specdec.options import SamplingOptions
@@ -41,7 +42,7 @@ def test_next_draft_is_that_of_a_fresh_drafter(case: Case) -> None:
         drafter.begin(SAMPLING)
         text = forced_rounds(drafter, accepted)
         fresh.begin(SAMPLING)
-        fresh.observe(torch.tensor(text[:-1]), None)
+        show(fresh, text[:-1])
         assert_same_draft(drafter.draft(text[-1], 8), fresh.draft(text[-1], 8))
     assert any(draft.tokens for draft in drafter.drafts)
 
@@ -79,12 +80,12 @@ def test_an_empty_draft_leaves_no_trace(case: Case) -> None:
     asked, fresh = build(case, K), build(case, K)
     for drafter in (asked, fresh):
         drafter.begin(SAMPLING)
-        drafter.observe(torch.tensor(PROMPT), None)
+        show(drafter, PROMPT)
     unseen = 200
     if asked.draft(unseen, 8).tokens:
         asked.accept(0)
     for drafter in (asked, fresh):
-        drafter.observe(torch.tensor([unseen]), None)
+        show(drafter, [*PROMPT, unseen], len(PROMPT))
     assert_same_draft(asked.draft(PROMPT[0], 8), fresh.draft(PROMPT[0], 8))
 
 

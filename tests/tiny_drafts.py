@@ -1,0 +1,183 @@
+"""Writes tiny drafts of the DFlash family for the targets of `tiny`, with random weights.
+
+Every piece of metadata and every tensor can be replaced or left out, so that faulty files are one
+argument away. A new head is one function in `HEADS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tiny import N_VOCAB, add_vocabulary
+
+MASK = 0
+
+
+@dataclass
+class Parts:
+    """What goes into a file: metadata by key and tensor shapes by name."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def write_dflash(
+    path: Path,
+    *,
+    head: str = "draft-dflash",
+    seed: int = 0,
+    n_embd: int = 32,
+    n_layer: int = 2,
+    block_size: int = 5,
+    target_layers: tuple[int, ...] = (0, 2),
+    window: int = 0,
+    d2t: tuple[int, ...] = (),
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray | None] | None = None,
+    has_vocabulary: bool = True,
+) -> Path:
+    """A draft with ``head``; returns ``path``.
+
+    ``window`` is that of the first layer; ``d2t`` makes a reduced vocabulary with its own output.
+    ``metadata`` and ``tensors`` replace or add entries; None leaves one out.
+    """
+    parts = _trunk(n_embd, n_layer, len(target_layers))
+    parts.metadata |= {
+        "dflash.block_size": block_size,
+        "dflash.target_layers": list(target_layers),
+        "tokenizer.ggml.mask_token_id": MASK,
+    }
+    if window:
+        parts.metadata["dflash.attention.sliding_window"] = window
+        slides = [layer == 0 for layer in range(n_layer)]
+        parts.metadata["dflash.attention.sliding_window_pattern"] = slides
+    HEADS[head](parts, n_embd, len(d2t) or N_VOCAB)
+    weights = _weights(parts, seed)
+    if d2t:
+        weights["d2t"] = np.array(d2t, dtype=np.int64)
+        random = np.random.default_rng(seed + 1)
+        weights["output.weight"] = random.standard_normal((len(d2t), n_embd)).astype(np.float32)
+    _write(
+        path, parts.metadata | dict(metadata or {}), weights | dict(tensors or {}), has_vocabulary
+    )
+    return path
+
+
+def _trunk(n_embd: int, n_layer: int, n_taps: int) -> Parts:
+    head_dim, n_ff = n_embd // 4, 2 * n_embd
+    parts = Parts()
+    for name, value in (
+        ("context_length", 512),
+        ("embedding_length", n_embd),
+        ("block_count", n_layer),
+        ("feed_forward_length", n_ff),
+        ("attention.head_count", 4),
+        ("attention.head_count_kv", 2),
+        ("attention.key_length", head_dim),
+        ("attention.value_length", head_dim),
+        ("attention.layer_norm_rms_epsilon", 1e-5),
+        ("rope.freq_base", 10000.0),
+    ):
+        parts.metadata[f"dflash.{name}"] = value
+    parts.shapes = {
+        "fc.weight": (n_embd, n_taps * n_embd),
+        "enc.output_norm.weight": (n_embd,),
+        "output_norm.weight": (n_embd,),
+    }
+    for layer in range(n_layer):
+        parts.shapes |= {
+            f"blk.{layer}.{name}.weight": shape
+            for name, shape in {
+                "attn_norm": (n_embd,),
+                "attn_q": (n_embd, n_embd),
+                "attn_k": (n_embd // 2, n_embd),
+                "attn_v": (n_embd // 2, n_embd),
+                "attn_output": (n_embd, n_embd),
+                "attn_q_norm": (head_dim,),
+                "attn_k_norm": (head_dim,),
+                "ffn_norm": (n_embd,),
+                "ffn_gate": (n_ff, n_embd),
+                "ffn_up": (n_ff, n_embd),
+                "ffn_down": (n_embd, n_ff),
+            }.items()
+        }
+    return parts
+
+
+def _plain(parts: Parts, n_embd: int, n_rows: int) -> None:
+    """No metadata and no tensors of its own."""
+
+
+def _dflash2(parts: Parts, n_embd: int, n_rows: int) -> None:
+    rank, kernel_size, group_size = 4, 2, 8
+    parts.metadata |= {
+        "dflash.selector_rank": rank,
+        "dflash.selector_top_k": min(4, n_rows),
+        "dflash.conv_kernel_size": kernel_size,
+        "dflash.conv_group_size": group_size,
+    }
+    parts.shapes |= {
+        "selector_predecessor.weight": (N_VOCAB, rank),
+        "selector_successor.weight": (N_VOCAB, rank),
+        "selector_hidden.weight": (rank, n_embd),
+    }
+    n_projected = 2 * kernel_size * (n_embd // group_size)
+    for layer in range(parts.metadata["dflash.block_count"]):
+        for branch in ("attn", "ffn"):
+            parts.shapes[f"blk.{layer}.{branch}_conv_base"] = (2, kernel_size, n_embd)
+            parts.shapes[f"blk.{layer}.{branch}_conv_proj.weight"] = (n_projected, n_embd)
+
+
+HEADS: dict[str, Callable[[Parts, int, int], None]] = {
+    "draft-dflash": _plain,
+    "draft-dflash2": _dflash2,
+}
+"""Spec type -> a function that adds a head's metadata and tensor shapes, given the width and the
+number of rows of the draft's vocabulary."""
+
+
+def _weights(parts: Parts, seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in parts.shapes.items():
+        noise = random.standard_normal(shape)
+        if len(shape) == 1:
+            noise = 1 + 0.1 * noise
+        elif not name.startswith("selector_"):
+            noise *= 0.8 / np.sqrt(shape[-1])
+        weights[name] = noise.astype(np.float32)
+    return weights
+
+
+def _write(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray | None],
+    has_vocabulary: bool,
+) -> None:
+    writer = gguf.GGUFWriter(path, "dflash")
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_int64(key, value) if value < 0 else writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    if has_vocabulary:
+        add_vocabulary(writer)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
