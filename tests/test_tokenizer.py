@@ -416,6 +416,15 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("name", ["afmoe", "deepseek-llm", "exaone-moe", "gpt-4o", "smollm"])
+@pytest.mark.parametrize("unit", ["a", "A", "1", " \n", "你", "'"])
+def test_long_runs_are_cut_in_linear_time(name: str, unit: str) -> None:
+    splitter = build_pre_tokenizer(find_pre_tokenizer(name))
+    start = time.perf_counter()
+    splitter.pre_tokenize_str(unit * 20_000)
+    assert time.perf_counter() - start < 1.0
+
+
 @pytest.mark.parametrize("name", ["smollm2", "llama-spm"])
 def test_long_text_is_fast(name: str) -> None:
     _, tokenizer = load(name)
