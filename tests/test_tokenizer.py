@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdec.byte_pair import bytes_by_symbol
@@ -225,6 +225,7 @@ def test_table_knows_upstreams_names() -> None:
 
 
 @pytest.mark.parametrize("name", known_names())
+@settings(max_examples=15)
 @given(text=st.text(max_size=40))
 @example(text=ODD_TEXT)
 @example(text="▁ Ġ")
