@@ -125,9 +125,11 @@ def test_stop_strings(folder: Path, plain: Completion) -> None:
 def test_a_limit_in_the_block_of_a_stop_string(folder: Path, plain: Completion) -> None:
     engine = perfect(folder)
     text = engine.tokenizer.decode(plain.token_ids)
-    done = engine.generate(PROMPT, generate__stop=(text[9:12],), generate__n_predict=10)
+    shown = engine.tokenizer.decode(plain.token_ids[:12])
+    stop = text[len(shown) - 1 : len(shown) + 2]
+    done = engine.generate(PROMPT, generate__stop=(stop,), generate__n_predict=12)
     assert done.finish is Finish.LENGTH
-    assert done.text == text[:10]
+    assert done.text == shown
 
 
 def test_seeded_runs_repeat_and_matching_keeps_them(folder: Path) -> None:
