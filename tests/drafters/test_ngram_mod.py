@@ -187,3 +187,12 @@ def test_a_short_match_length_is_warned_about(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, logger="specdec"):
         build_case(Case("mod", ("ngram-mod",)))
     assert "--spec-ngram-mod-n-match 2" in caplog.text
+
+
+def test_the_reply_is_added_when_32_tokens_are_waiting() -> None:
+    drafter = observed(NgramMod(NgramModOptions(2, 1, 6)), [100, 101, 102, 103])
+    assert drafter.draft(104, 10).tokens == []  # adds what is known of the prompt
+    drafter.observe(torch.arange(104, 134), None)  # 34 tokens, 32 after the last one added
+    assert drafter.draft(111, 10).tokens == []
+    drafter.observe(torch.tensor([110]), None)
+    assert drafter.draft(111, 10).tokens == [112, 113, 114, 115, 116, 117]
