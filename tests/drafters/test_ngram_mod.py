@@ -189,10 +189,12 @@ def test_a_short_match_length_is_warned_about(caplog: pytest.LogCaptureFixture) 
     assert "--spec-ngram-mod-n-match 2" in caplog.text
 
 
-def test_the_reply_is_added_when_32_tokens_are_waiting() -> None:
-    drafter = observed(NgramMod(NgramModOptions(2, 1, 6)), [100, 101, 102, 103])
-    assert drafter.draft(104, 10).tokens == []  # adds what is known of the prompt
-    drafter.observe(torch.arange(104, 134), None)  # 34 tokens, 32 after the last one added
-    assert drafter.draft(111, 10).tokens == []
-    drafter.observe(torch.tensor([110]), None)
-    assert drafter.draft(111, 10).tokens == [112, 113, 114, 115, 116, 117]
+@pytest.mark.parametrize(("n_waiting", "expected"), [(32, []), (33, [112, 113, 114])])
+def test_the_reply_is_added_when_more_than_32_tokens_are_waiting(
+    n_waiting: int, expected: list[int]
+) -> None:
+    drafter = observed(NgramMod(NgramModOptions(2, 1, 3)), [100, 101, 102, 103])
+    assert drafter.draft(104, 10).tokens == []  # adds the prompt, but for its last two tokens
+    reply = [*range(104, 104 + n_waiting - 3), 110]
+    drafter.observe(torch.tensor(reply), None)
+    assert drafter.draft(111, 10).tokens == expected
