@@ -38,8 +38,8 @@ def generate(given: Given) -> None:
     display = Display(options.output)
     with display.loading():
         engine = Engine.load(options)
-    _reply(engine, display, _as_messages(engine, options, prompt))
-    engine.close()
+    with engine:
+        _reply(engine, display, _as_messages(engine, options, prompt))
 
 
 def _with_recommended(given: Given) -> Options:
