@@ -16,10 +16,10 @@ from typing import Any, Self
 from specdec.chat import ChatTemplate, Message, choose_template, find_template
 from specdec.drafters.base import FirstOf
 from specdec.drafters.selection import DraftContext, build_drafters, choose_types
-from specdec.errors import UsageError
+from specdec.errors import ModelFileError, UsageError
 from specdec.generate import Finish, Limits, Round, decode, warm_up
 from specdec.gguf_file import GGUFFile
-from specdec.models import load_target
+from specdec.models import check_architecture, load_target
 from specdec.models.base import Target
 from specdec.options import Options
 from specdec.resources import cache_dtype, open_draft, open_target, pick_device, set_threads
@@ -83,8 +83,9 @@ class Engine:
             draft_file = open_draft(options)
             if draft_file is not None:
                 stack.enter_context(draft_file)
+            check_architecture(file)
             types = choose_types(options.spec, file, draft_file)
-            tokenizer = Tokenizer.from_metadata(file.metadata)
+            tokenizer = _tokenizer(file)
             template = _chat_template(options, file, tokenizer)
             set_threads(options.model.n_threads)
             target = load_target(
@@ -311,6 +312,13 @@ def _template_variables(options: Options) -> dict[str, Any]:
     if chat.reasoning_effort != "default":
         variables["reasoning_effort"] = chat.reasoning_effort
     return variables
+
+
+def _tokenizer(file: GGUFFile) -> Tokenizer:
+    try:
+        return Tokenizer.from_metadata(file.metadata)
+    except ModelFileError as error:
+        raise type(error)(f"{file.path}: {error}") from None
 
 
 def _chat_template(options: Options, file: GGUFFile, tokenizer: Tokenizer) -> ChatTemplate | None:

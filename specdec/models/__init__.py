@@ -26,6 +26,24 @@ ARCHITECTURES = Registry(
 """``general.architecture`` -> a function from an open file to a `Target`."""
 
 
+DRAFT_ARCHITECTURES = ("dflash", "eagle3")
+"""Architectures of files that cannot run on their own."""
+
+
+def check_architecture(file: GGUFFile) -> None:
+    """Raises `UnsupportedError` unless there is a target of the file's architecture."""
+    from specdec.errors import UnsupportedError, unknown_name
+
+    name = file.architecture
+    if name in DRAFT_ARCHITECTURES:
+        raise UnsupportedError(
+            f"{file.path}: is a draft model ({name}), not a target; give it with -md and the "
+            "target with -m"
+        )
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(f"{file.path}: {unknown_name('architecture', name, ARCHITECTURES)}")
+
+
 def load_target(
     file: GGUFFile,
     *,
@@ -38,12 +56,9 @@ def load_target(
     Raises `UnsupportedError` for an unknown architecture, `ModelFileError` for a missing, left-over
     or misshapen tensor, and with ``check_tensors`` for one with a value that is not finite.
     """
-    from specdec.errors import UnsupportedError, unknown_name
     from specdec.models.loading import check_finite
 
-    if file.architecture not in ARCHITECTURES:
-        message = unknown_name("architecture", file.architecture, ARCHITECTURES)
-        raise UnsupportedError(f"{file.path}: {message}")
+    check_architecture(file)
     target: Target = ARCHITECTURES.load(file.architecture)(file, rope or RopeOptions())
     if check_tensors:
         check_finite(target, file)
