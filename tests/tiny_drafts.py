@@ -60,8 +60,8 @@ def write_dflash(
     weights = _weights(parts, seed)
     if d2t:
         weights["d2t"] = np.array(d2t, dtype=np.int64)
-        random = np.random.default_rng(seed + 1)
-        weights["output.weight"] = random.standard_normal((len(d2t), n_embd)).astype(np.float32)
+        output = np.random.default_rng(seed + 1).standard_normal((len(d2t), n_embd))
+        weights["output.weight"] = (output / np.sqrt(n_embd)).astype(np.float32)
     _write(
         path, parts.metadata | dict(metadata or {}), weights | dict(tensors or {}), has_vocabulary
     )
@@ -148,7 +148,7 @@ def _weights(parts: Parts, seed: int) -> dict[str, np.ndarray]:
         noise = random.standard_normal(shape)
         if len(shape) == 1:
             noise = 1 + 0.1 * noise
-        elif not name.startswith("selector_"):
+        else:
             noise *= 0.8 / np.sqrt(shape[-1])
         weights[name] = noise.astype(np.float32)
     return weights
