@@ -22,7 +22,7 @@ IGNORED = ("rope_freqs.weight",)
 
 @dataclass(frozen=True, slots=True)
 class DFlashModel:
-    """The parts of a draft; `parts` are the modules with weights of their own."""
+    """The parts of a draft, each with the weights that are its own."""
 
     config: DraftConfig
     trunk: Backbone
