@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class DraftModel:
-    """Drafts token by token with ``model`` over a context of ``n_ctx`` tokens."""
+    """Drafts token by token with ``model`` over a context of ``n_ctx`` tokens.
+
+    ``n_vocab`` is the target's vocabulary; the two may differ a little in size.
+    """
 
     name = "draft-simple"
     taps: tuple[int, ...] = ()
@@ -32,6 +35,7 @@ class DraftModel:
         model: Target,
         options: DraftOptions,
         n_ctx: int,
+        n_vocab: int,
         *,
         dtype_k: torch.dtype = torch.float32,
         dtype_v: torch.dtype = torch.float32,
@@ -40,6 +44,7 @@ class DraftModel:
         self.options = options
         self.n_max = options.n_max
         self.n_ctx = n_ctx
+        self.n_vocab = min(n_vocab, model.config.n_vocab)
         self._dtypes = (dtype_k, dtype_v)
         self._warned = False
         self._observed = 0
@@ -61,17 +66,21 @@ class DraftModel:
         self._observed += tokens.shape[0]
         missing = tokens[tokens.shape[0] - (self._observed - self._cache.length) :]
         if missing.shape[0]:
-            self.model(missing.to(self.model.device), self._cache, logit_rows=0)
+            # Tokens that only the target knows keep their place; what the draft makes of them only
+            # costs acceptance.
+            known = missing.clamp(max=self.model.config.n_vocab - 1)
+            self.model(known.to(self.model.device), self._cache, logit_rows=0)
 
     def draft(self, last_token: int, room: int) -> Draft:
         """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`."""
-        length = self._longest(room)
+        known = last_token < self.model.config.n_vocab
+        length = self._longest(room) if known else 0
         picks: list[Pick] = []
         end = "n_max" if length == self.options.n_max else "room"
         token = last_token
         while len(picks) < length:
             logits = self.model(torch.tensor([token], device=self.model.device), self._cache).logits
-            pick = self._sampler.pick(logits[0])
+            pick = self._sampler.pick(logits[0, : self.n_vocab])
             if pick.confidence < self.options.p_min:
                 end = "p_min"
                 break
@@ -92,9 +101,10 @@ class DraftModel:
 
     def _longest(self, room: int) -> int:
         """The draft length that fits the room and the context the draft was trained for."""
+        length = min(self.options.n_max, room)
         n_train = self.model.config.n_ctx_train
-        if not n_train or self._observed + room <= n_train:
-            return min(self.options.n_max, room)
+        if not n_train or self._observed + length <= n_train:
+            return length
         if not self._warned:
             self._warned = True
             log.warning(
@@ -102,7 +112,7 @@ class DraftModel:
                 self.name,
                 n_train,
             )
-        return max(min(self.options.n_max, n_train - self._observed), 0)
+        return max(n_train - self._observed, 0)
 
 
 def build(context: DraftContext) -> DraftModel:
@@ -113,6 +123,7 @@ def build(context: DraftContext) -> DraftModel:
         model,
         context.spec.draft,
         context.n_ctx,
+        context.target.config.n_vocab,
         dtype_k=context.dtype_k,
         dtype_v=context.dtype_v,
     )
