@@ -109,6 +109,9 @@ def _trunk(n_embd: int, n_layer: int, n_taps: int) -> Parts:
     return parts
 
 
+DSPARK_RANK = 6
+
+
 def _plain(parts: Parts, n_embd: int, n_rows: int) -> None:
     """No metadata and no tensors of its own."""
 
@@ -133,9 +136,71 @@ def _dflash2(parts: Parts, n_embd: int, n_rows: int) -> None:
             parts.shapes[f"blk.{layer}.{branch}_conv_proj.weight"] = (n_projected, n_embd)
 
 
+def _dspark(parts: Parts, n_embd: int, n_rows: int) -> None:
+    parts.metadata["dflash.has_confidence_head"] = True
+    parts.shapes |= {
+        "markov_w1.weight": (N_VOCAB, DSPARK_RANK),
+        "markov_w2.weight": (n_rows, DSPARK_RANK),
+        "conf_proj.weight": (1, n_embd + DSPARK_RANK),
+        "conf_proj.bias": (1,),
+    }
+
+
+def _lilicorr(parts: Parts, n_embd: int, n_rows: int) -> None:
+    width, n_heads, n_layer, n_candidates, n_ff, n_factor = 24, 2, 2, min(4, n_rows), 20, 8
+    parts.metadata |= {
+        "lilicorr.hidden_size": width,
+        "lilicorr.candidate_topk": n_candidates,
+        "lilicorr.num_heads": n_heads,
+        "lilicorr.num_layers": n_layer,
+        "lilicorr.factor_dim": n_factor,
+        "lilicorr.mlp_hidden_size": n_ff,
+        "lilicorr.vector_eps": 1e-6,
+        "lilicorr.logit_scale": 6.0,
+    }
+    n_slots, first = parts.metadata["dflash.block_size"] - 1, parts.metadata["dflash.block_count"]
+    n_nodes = n_slots * n_candidates
+    linear = {
+        "lilicorr.token_proj": (width, n_embd),
+        "lilicorr.pass_hidden_proj": (width, n_embd),
+        "lilicorr.context_proj": (width, n_embd),
+        "lilicorr.factor_input_proj": (width, 3 * width),
+        "lilicorr.out_head": (n_factor, width),
+        "lilicorr.in_head": (n_factor, width),
+        "lilicorr.anchor_out_head": (n_factor, width),
+        f"blk.{first + n_layer}.ffn_up": (width, 5),
+        f"blk.{first + n_layer}.ffn_down": (width, width),
+    }
+    parts.shapes |= {
+        "lilicorr.slot_embedding.weight": (n_slots, width),
+        "lilicorr.rank_embedding.weight": (n_candidates, width),
+        "lilicorr.attention_bias.bias": (n_heads, n_nodes, n_nodes),
+        "lilicorr.output_norm.weight": (width,),
+        "lilicorr.anchor_norm.weight": (width,),
+        f"blk.{first + n_layer}.ffn_norm.weight": (5,),
+        f"blk.{first + n_layer}.ffn_norm.bias": (5,),
+    }
+    for layer in range(n_layer):
+        block = f"blk.{first + layer}"
+        parts.shapes |= {
+            f"{block}.attn_norm.weight": (width,),
+            f"{block}.ffn_norm.weight": (width,),
+        }
+        linear |= {
+            f"lilicorr.layers.{layer}.attn.in_proj": (3 * width, width),
+            f"{block}.attn_output": (width, width),
+            f"{block}.ffn_up": (n_ff, width),
+            f"{block}.ffn_down": (width, n_ff),
+        }
+    for name, shape in linear.items():
+        parts.shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+
 HEADS: dict[str, Callable[[Parts, int, int], None]] = {
     "draft-dflash": _plain,
+    "draft-dspark": _dspark,
     "draft-dflash2": _dflash2,
+    "draft-lilicorr": _lilicorr,
 }
 """Spec type -> a function that adds a head's metadata and tensor shapes, given the width and the
 number of rows of the draft's vocabulary."""

@@ -18,7 +18,9 @@ DRAFTERS = Registry(
         "ngram-cache": "specdec.drafters.ngram_cache:build",
         "draft-simple": "specdec.drafters.draft_model:build",
         "draft-dflash": "specdec.drafters.dflash:build",
+        "draft-dspark": "specdec.drafters.dflash:build",
         "draft-dflash2": "specdec.drafters.dflash:build",
+        "draft-lilicorr": "specdec.drafters.dflash:build",
     },
 )
 """Spec type -> a function from a `DraftContext` to a `Drafter`; place = priority."""

@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 HEADS = Registry(
     "DFlash head",
     {
+        "draft-dspark": "specdec.drafters.dflash.dspark:DSparkHead",
         "draft-dflash2": "specdec.drafters.dflash.dflash2:DFlash2Head",
+        "draft-lilicorr": "specdec.drafters.dflash.lilicorr:LiliCorrHead",
         "draft-dflash": "specdec.drafters.dflash.dflash:DFlashHead",
     },
 )
 """Spec type -> a `DraftHead`, in the order in which files are tested."""
 
-BACKBONES = Registry("DFlash backbone", {"base": "specdec.drafters.dflash.trunk:Trunk"})
+BACKBONES = Registry(
+    "DFlash backbone",
+    {
+        "deepseek4": "specdec.drafters.dflash.dsv4:DSV4Trunk",
+        "base": "specdec.drafters.dflash.trunk:Trunk",
+    },
+)
 """Name -> a `Backbone`."""
 
 

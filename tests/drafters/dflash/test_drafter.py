@@ -17,6 +17,8 @@ from torch import Tensor
 from specdec.drafters.base import Candidates
 from specdec.drafters.dflash.dflash2 import DFlash2Head
 from specdec.drafters.dflash.drafter import DFlashDrafter
+from specdec.drafters.dflash.dspark import DSparkHead
+from specdec.drafters.dflash.lilicorr import LiliCorrHead
 from specdec.drafters.dflash.model import load
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
@@ -70,6 +72,10 @@ def scores(drafter: DFlashDrafter, last_token: int, n_draft: int) -> Tensor:
     head = drafter.model.head
     if isinstance(head, DFlash2Head):
         return head.lattice(block.hidden[1:], last_token)[1]
+    if isinstance(head, DSparkHead):
+        return head.chain(block, n_draft)[0]
+    if isinstance(head, LiliCorrHead):
+        return head.lattice(block)[1]
     return drafter.model.vocabulary.logits(block.hidden)
 
 
