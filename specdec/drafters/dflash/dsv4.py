@@ -98,7 +98,7 @@ class DSV4Trunk(nn.Module):
         mixed = self.output_hc_fn(normed(streams.flatten(1), self.spec.rms_eps))
         gate = mixed * self.output_hc_scale.weight + self.output_hc_base.weight
         pre = gate.sigmoid() + self.spec.hc_eps
-        return (pre[..., None] * streams).sum(dim=1)
+        return _weighted(pre, streams)
 
     def _angles(self, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary[0](torch.arange(start, start + like.shape[0]))
@@ -158,10 +158,11 @@ class DSV4Layer(nn.Module):
     ) -> Tensor:
         """The streams [S, hc, D] after both sub-layers."""
         mix = self.mixes(streams, "attn")
-        out = self.attend(self.attn_norm(_enter(streams, mix)), rotary, context, visible)
+        x = self.attn_norm(_weighted(mix.pre, streams))
+        out = self.attend(x, rotary, context, visible)
         streams = _leave(streams, out, mix)
         mix = self.mixes(streams, "ffn")
-        out = self.feed_forward(self.ffn_norm(_enter(streams, mix)))
+        out = self.feed_forward(self.ffn_norm(_weighted(mix.pre, streams)))
         return _leave(streams, out, mix)
 
     def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -186,13 +187,10 @@ class DSV4Layer(nn.Module):
     def mixes(self, streams: Tensor, branch: str) -> Mix:
         """The weights of the hyper-connection around a sub-layer, from streams [S, hc, D]."""
         spec, n = self.spec, self.spec.n_streams
-        fn, base, scale = (
-            self.get_submodule(f"hc_{branch}_{part}") for part in ("fn", "base", "scale")
-        )
-        sizes = torch.tensor((n, n, n * n), device=streams.device)
-        scales = scale.weight.repeat_interleave(sizes, output_size=n * (n + 2))
-        mixed = fn(normed(streams.flatten(1), spec.rms_eps)) * scales + base.weight
-        pre, post, across = mixed.split((n, n, n * n), dim=-1)
+        fn, base, scale = (getattr(self, f"hc_{branch}_{part}") for part in ("fn", "base", "scale"))
+        parts = fn(normed(streams.flatten(1), spec.rms_eps)).split((n, n, n * n), dim=-1)
+        bases = base.weight.split((n, n, n * n))
+        pre, post, across = (part * scale.weight[i] + bases[i] for i, part in enumerate(parts))
         across = sinkhorn(across.unflatten(-1, (n, n)), spec.n_sinkhorn, spec.hc_eps)
         return Mix(pre.sigmoid() + spec.hc_eps, 2 * post.sigmoid(), across)
 
@@ -220,8 +218,9 @@ class DSV4Layer(nn.Module):
         return (down @ swiglu(gate, up, self.clamp)).squeeze(-1)
 
 
-def _enter(streams: Tensor, mix: Mix) -> Tensor:
-    return (mix.pre[..., None] * streams).sum(dim=1)
+def _weighted(weights: Tensor, streams: Tensor) -> Tensor:
+    """The sum [S, D] of streams [S, hc, D] with weights [S, hc]."""
+    return (weights[..., None] * streams).sum(dim=1)
 
 
 def _leave(streams: Tensor, out: Tensor, mix: Mix) -> Tensor:

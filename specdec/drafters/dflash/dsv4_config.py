@@ -70,7 +70,7 @@ def read_dsv4_spec(file: GGUFFile, config: DraftConfig) -> DSV4Spec:
         n_expert_used=file.get_int(key("expert_used_count")),
         n_shared=file.get_int(key("expert_shared_count")),
         normalises_weights=file.get_bool(key("expert_weights_norm")),
-        weights_scale=file.get_float(key("expert_weights_scale")),
+        weights_scale=file.get_float(key("expert_weights_scale")) or 1.0,
         n_ff=file.get_ints(key("expert_feed_forward_length"), length=n_layer),
         clamp=clamp,
         clamp_shared=file.get_floats(key("swiglu_clamp_shexp"), clamp, length=n_layer),

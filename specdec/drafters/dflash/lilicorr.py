@@ -19,6 +19,8 @@ trained block, so the block always has all its slots. Reference: llama.cpp's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,11 +47,16 @@ class LiliCorrHead(DraftHead):
         sizes = read_lilicorr_sizes(file)
         self.sizes = sizes
         self.block_size = config.block_size
-        self.lilicorr = _parts(sizes, config)
+        blocks = [_Block(sizes, config.rms_eps) for _ in range(sizes.n_layer)]
+        in_projections = [nn.Linear(sizes.width, 3 * sizes.width) for _ in blocks]
+        features = _Features(sizes.width)
+        # Files number the scorer's blocks behind the trunk's, but for one tensor from 0.
+        self.lilicorr = _parts(sizes, config, in_projections)
         self.blk = nn.ModuleDict(
-            {str(config.n_layer + i): _Block(sizes, config.rms_eps) for i in range(sizes.n_layer)}
+            {str(config.n_layer + i): module for i, module in enumerate((*blocks, features))}
         )
-        self.blk[str(config.n_layer + sizes.n_layer)] = _Features(sizes.width)
+        self._layers = list(zip(blocks, in_projections, strict=True))
+        self._describe = (features,)  # a tuple, so that it is no second submodule
 
     def block_len(self, n_draft: int) -> int:
         """See `DraftHead.block_len`; always the trained size."""
@@ -58,7 +65,8 @@ class LiliCorrHead(DraftHead):
     def propose(self, block: DraftBlock, n_draft: int, sampler: DraftSampler) -> list[Pick]:
         """See `DraftHead.propose`."""
         ids, scores = self.lattice(block)
-        return walk(*to_host(ids[:n_draft], scores[:n_draft]), sampler)
+        ids, scores = to_host(ids[:n_draft], scores[:n_draft])
+        return walk(ids, scores, sampler)
 
     def lattice(self, block: DraftBlock) -> tuple[Tensor, Tensor]:
         """Candidates [S - 1, C] by descending logit and scores [S - 1, C, C].
@@ -90,17 +98,18 @@ class LiliCorrHead(DraftHead):
         rank = torch.arange(n_candidates, device=ids.device) / max(1, n_candidates - 1)
         features = (log_p, log_p.exp(), log_p - log_p[:, :1], rank.expand_as(log_p))
         stacked = torch.stack((*features, (rank == 0).float().expand_as(log_p)), dim=-1)
-        described = list(self.blk.values())[-1](stacked)
-        placed = part["slot_embedding"].weight[:, None] + part["rank_embedding"].weight
-        return tokens + part["pass_hidden_proj"](hidden)[:, None] + described + placed
+        (describe,) = self._describe
+        slots = self.get_parameter("lilicorr.slot_embedding.weight")
+        ranks = self.get_parameter("lilicorr.rank_embedding.weight")
+        nodes = tokens + part["pass_hidden_proj"](hidden)[:, None] + describe(stacked)
+        return nodes + slots[:, None] + ranks  # type: ignore[no-any-return]
 
     def _run(self, nodes: Tensor) -> Tensor:
         """The transformer over all nodes [S - 1, C, D'], normed."""
         x = nodes.flatten(0, 1)
-        bias = self.lilicorr["attention_bias"].bias
-        blocks = list(self.blk.values())[:-1]
-        for block, layer in zip(blocks, self.lilicorr["layers"], strict=True):
-            x = block(x, layer["attn"]["in_proj"], bias)
+        bias = self.get_parameter("lilicorr.attention_bias.bias")
+        for block, in_projection in self._layers:
+            x = block(x, in_projection, bias)
         return self.lilicorr["output_norm"](x).view_as(nodes)  # type: ignore[no-any-return]
 
     def _unit(self, x: Tensor) -> Tensor:
@@ -141,15 +150,9 @@ class _Features(nn.Module):
         return self.ffn_down(F.silu(self.ffn_up(self.ffn_norm(features))))  # type: ignore[no-any-return]
 
 
-class _BiasOnly(nn.Module):
-    """A tensor that files store as ``NAME.bias``."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(shape))
-
-
-def _parts(sizes: LiliCorrSizes, config: DraftConfig) -> nn.ModuleDict:
+def _parts(
+    sizes: LiliCorrSizes, config: DraftConfig, in_projections: Sequence[nn.Module]
+) -> nn.ModuleDict:
     """The modules whose names begin with ``lilicorr.``."""
     width, n_slots = sizes.width, config.block_size - 1
     n_nodes = n_slots * sizes.n_candidates
@@ -158,10 +161,9 @@ def _parts(sizes: LiliCorrSizes, config: DraftConfig) -> nn.ModuleDict:
         "context_proj": nn.Linear(config.n_embd, width),
         "slot_embedding": WeightOnly(n_slots, width),
         "rank_embedding": WeightOnly(sizes.n_candidates, width),
-        "attention_bias": _BiasOnly(sizes.n_head, n_nodes, n_nodes),
+        "attention_bias": nn.ParameterDict({"bias": torch.empty(sizes.n_head, n_nodes, n_nodes)}),
         "layers": nn.ModuleList(
-            nn.ModuleDict({"attn": nn.ModuleDict({"in_proj": nn.Linear(width, 3 * width)})})
-            for _ in range(sizes.n_layer)
+            nn.ModuleDict({"attn": nn.ModuleDict({"in_proj": module})}) for module in in_projections
         ),
         "output_norm": nn.RMSNorm(width, eps=config.rms_eps),
         "anchor_norm": nn.RMSNorm(width, eps=config.rms_eps),

@@ -93,7 +93,7 @@ def test_drafts_are_accepted_as_recorded() -> None:
         assert recorded.last_token == final[start]
         follows = final[start + 1 : start + 1 + len(tokens)]
         right = [a == b for a, b in zip(tokens, follows, strict=True)]
-        counts.append((right + [False]).index(False))
+        counts.append(([*right, False]).index(False))
         assert counts[-1] == recorded.values["n_accepted"]
     assert sum(counts) > 2 * len(counts)
 
