@@ -22,7 +22,9 @@ def normalise(words: Sequence[str], flags: Iterable[Flag]) -> tuple[list[str], M
 
     Raises `UsageError` for an unknown name, a missing value or a word that belongs to no flag.
     """
+    flags = list(flags)
     by_name = {name: flag for flag in flags for name in (*flag.names, *flag.off)}
+    positional = next((by_name.pop(flag.name) for flag in flags if flag.is_positional), None)
     order: dict[str, int] = {}
     seen: set[str] = set()
     out: list[str] = []
@@ -31,6 +33,10 @@ def normalise(words: Sequence[str], flags: Iterable[Flag]) -> tuple[list[str], M
         name, equals, value = _split(word)
         if name in HELP:
             return ["--help"], {}
+        if positional is not None and not word.startswith("-"):
+            order[positional.parameter] = len(out)
+            out.append(word)
+            continue
         if name not in by_name:
             raise UsageError(_unknown(name, by_name))
         flag = by_name[name]

@@ -20,6 +20,7 @@ from specdec.version import __version__
 from specdec_cli import log
 from specdec_cli.argv import HELP, normalise
 from specdec_cli.flags import Given, Panel, with_flags
+from specdec_cli.inspect_file import INSPECT_PANELS, inspect
 from specdec_cli.run import PANELS, generate
 
 app = typer.Typer(
@@ -30,7 +31,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-COMMANDS: dict[str, tuple[Panel, ...]] = {"generate": PANELS}
+COMMANDS: dict[str, tuple[Panel, ...]] = {
+    "generate": PANELS,
+    "inspect": INSPECT_PANELS,
+}
 """Sub-command -> its flags."""
 
 
@@ -50,6 +54,7 @@ def _until_closed(command: Callable[[Given], None]) -> Callable[[Given], None]:
 
 
 app.command("generate")(with_flags(*PANELS)(_until_closed(generate)))
+app.command("inspect")(with_flags(*INSPECT_PANELS)(_until_closed(inspect)))
 
 
 @app.callback()

@@ -98,6 +98,11 @@ class GGUFFile:
         self.close()
 
     @property
+    def n_bytes(self) -> int:
+        """The size of all files of the model."""
+        return sum(len(header.data) for header in self._headers)
+
+    @property
     def architecture(self) -> str:
         """The name of the architecture, such as ``"qwen3"``."""
         return self.get_str("general.architecture")

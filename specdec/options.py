@@ -476,6 +476,18 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """`specdec inspect`: which files, how much of them."""
+
+    files: tuple[Path, ...] = ()
+    """GGUF files to describe."""
+    tensors: bool = False
+    """List every tensor."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Everything a run depends on."""
 
@@ -485,6 +497,7 @@ class Options:
     chat: ChatOptions = field(default_factory=ChatOptions)
     generate: GenerateOptions = field(default_factory=GenerateOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
+    inspect: InspectOptions = field(default_factory=InspectOptions)
 
     def merge(self, *layers: Mapping[str, Any]) -> Self:
         """A copy with the leaves of ``layers`` (dotted path -> value) set; later layers win.

@@ -38,6 +38,8 @@ LAYERS = {
     "stats": 4,
     "stops": 4,
     "engine": 5,
+    "describe": 5,
+    "describe_draft": 5,
 }
 """Top-level module or package of specdec -> layer; a module imports from its own layer or below."""
 MODULES = sorted((ROOT / "specdec").rglob("*.py"))

@@ -66,6 +66,11 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_").replace(".", "_")
 
     @property
+    def is_positional(self) -> bool:
+        """Whether its values are words without a name."""
+        return not self.name.startswith("-")
+
+    @property
     def takes_value(self) -> bool:
         """Whether the word after it is its value."""
         return not (self.is_switch or self.kind == "preset" or self._type is bool)
@@ -188,6 +193,9 @@ def _parameter(flag: Flag, title: str) -> inspect.Parameter:
             names = [f"{on}/{off}" for on, off in _pairs(flag.names, flag.off)]
     elif flag.appends:
         kind = list[str] | None
+    if flag.is_positional:
+        argument = typer.Argument(help=flag.help, metavar=flag.metavar, show_default=False)
+        return _keyword(flag, Annotated[list[str] | None, argument])
     shown = flag.default if flag.kind == "set" else None
     option = typer.Option(
         *names,
@@ -197,12 +205,12 @@ def _parameter(flag: Flag, title: str) -> inspect.Parameter:
         rich_help_panel=title,
         hidden=flag.kind == "removed",
     )
-    return inspect.Parameter(
-        flag.parameter,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind, option],
-    )
+    return _keyword(flag, Annotated[kind, option])
+
+
+def _keyword(flag: Flag, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(flag.parameter, kind, default=None, annotation=annotation)
 
 
 def _pairs(on: Sequence[str], off: Sequence[str]) -> list[tuple[str, str]]:

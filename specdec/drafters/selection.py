@@ -16,6 +16,7 @@ from specdec.drafters.dflash import head_of
 from specdec.drafters.dflash.validate import check_draft
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
+from specdec.models import check_architecture
 from specdec.options import DFLASH_TYPES, SPEC_TYPES, SpecOptions
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from specdec.models.base import Target
 
 log = logging.getLogger(__name__)
+
+ASSISTANTS = ("gemma4-assistant",)
+"""Architectures of multi-token-prediction models without keys and values of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ def draft_type(file: GGUFFile) -> str:
 
 def has_mtp_layers(file: GGUFFile) -> bool:
     """Whether the last block is a multi-token-prediction layer."""
+    if file.architecture in ASSISTANTS:
+        return True
     n_layer = file.get_int(file.key("block_count"), default=0)
     return f"blk.{n_layer - 1}.nextn.eh_proj.weight" in file.tensors
 
@@ -127,6 +133,7 @@ def _check_draft(
     if name != found and not (name == "draft-dflash" and found in DFLASH_TYPES):
         raise UsageError(f"--spec-type {name} does not match the draft model: use {found}")
     if name == "draft-simple":
+        check_architecture(draft_file)
         check_vocabulary(target_file, draft_file)
     if name in DFLASH_TYPES:
         check_draft(target_file, draft_file, spec.draft)

@@ -31,8 +31,10 @@ DRAFT_ARCHITECTURES = ("dflash", "eagle3")
 
 
 def check_architecture(file: GGUFFile) -> None:
-    """Raises `UnsupportedError` unless there is a target of the file's architecture."""
-    from specdec.errors import UnsupportedError, unknown_name
+    """Raises `UnsupportedError` unless there is a target of the file's architecture, and
+    `ModelFileError` for a file without weights.
+    """
+    from specdec.errors import ModelFileError, UnsupportedError, unknown_name
 
     name = file.architecture
     if name in DRAFT_ARCHITECTURES:
@@ -42,6 +44,10 @@ def check_architecture(file: GGUFFile) -> None:
         )
     if name not in ARCHITECTURES:
         raise UnsupportedError(f"{file.path}: {unknown_name('architecture', name, ARCHITECTURES)}")
+    if not file.tensors:
+        raise ModelFileError(
+            f"{file.path}: holds a vocabulary only, no weights; give a whole model"
+        )
 
 
 def load_target(
