@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 MODEL := downloads/SmolLM2-135M-Instruct.Q4_1.gguf
+DRAFT := models/SmolLM2-135M-Instruct-DSpark-b8.gguf
 PROMPT ?= Write a Python class Point with methods add, sub, mul and div, each returning a new Point.
 
 .PHONY: help install demo test check format lint types clean
@@ -22,7 +23,8 @@ $(MODEL): tests/real_model.py | .venv/installed
 
 demo: .venv/installed $(MODEL) ## answer a prompt with a real model, speculatively
 	$(BIN)/specdec generate -m $(MODEL) -p "$(PROMPT)" -n 160 --temp 0 \
-	  --spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8
+	  -md $(DRAFT) --spec-draft-n-max 7 --spec-type ngram-simple,draft-dspark \
+	  --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8
 
 test: .venv/installed $(MODEL) ## run the tests
 	$(BIN)/python -m pytest
