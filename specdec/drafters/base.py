@@ -132,6 +132,18 @@ def as_candidates(picks: Sequence[Pick]) -> Candidates | None:
     return Candidates(torch.stack(ids), torch.stack(probs)) if ids else None
 
 
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """The tensors on the CPU, after one transfer; integers must be below 2^53."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(tensors)
+    packed = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
+    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
+    return [
+        part.to(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
 class FirstOf:
     """Several drafters as one: the first non-empty draft wins, in the order given.
 

@@ -7,8 +7,8 @@ point mass on the best token, and rejection sampling with a point mass is matchi
 
 from __future__ import annotations
 
-from specdec.drafters.base import N_BEST, DraftSampler, Pick
-from specdec.drafters.dflash.head import DraftBlock, DraftHead, to_host
+from specdec.drafters.base import N_BEST, DraftSampler, Pick, to_host
+from specdec.drafters.dflash.head import DraftBlock, DraftHead
 
 
 class DFlashHead(DraftHead):

@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.base import DraftSampler, Pick
+from specdec.drafters.base import DraftSampler, Pick, to_host
 from specdec.drafters.dflash.config import DraftConfig
-from specdec.drafters.dflash.head import DraftBlock, DraftHead, to_host, walk
-from specdec.drafters.dflash.vocabulary import DraftVocabulary
+from specdec.drafters.dflash.head import DraftBlock, DraftHead, walk
+from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.base import N_BEST, DraftSampler, Pick
+from specdec.drafters.base import N_BEST, DraftSampler, Pick, to_host
 from specdec.drafters.dflash.config import DraftConfig, joint_projection
-from specdec.drafters.dflash.head import DraftBlock, DraftHead, to_host
-from specdec.drafters.dflash.vocabulary import DraftVocabulary
+from specdec.drafters.dflash.head import DraftBlock, DraftHead
+from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 
 

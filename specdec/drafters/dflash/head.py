@@ -6,12 +6,11 @@ import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from specdec.drafters.base import DraftSampler, Pick
 from specdec.drafters.dflash.config import DraftConfig
-from specdec.drafters.dflash.vocabulary import DraftVocabulary
+from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 
 
@@ -61,18 +60,6 @@ class DraftHead(nn.Module, abc.ABC):
 
         Reads results from the device once, unless tokens are drawn one by one.
         """
-
-
-def to_host(*tensors: Tensor) -> list[Tensor]:
-    """The tensors on the CPU, after one transfer; integers must be below 2^53."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return list(tensors)
-    packed = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
-    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
-    return [
-        part.to(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
 
 
 def walk(ids: Tensor, scores: Tensor, sampler: DraftSampler) -> list[Pick]:

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.drafters.base import DraftSampler, Pick
+from specdec.drafters.base import DraftSampler, Pick, to_host
 from specdec.drafters.dflash.config import DraftConfig, LiliCorrSizes, read_lilicorr_sizes
-from specdec.drafters.dflash.head import DraftBlock, DraftHead, to_host, walk
-from specdec.drafters.dflash.vocabulary import DraftVocabulary
+from specdec.drafters.dflash.head import DraftBlock, DraftHead, walk
+from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 from specdec.models.layers import WeightOnly
 

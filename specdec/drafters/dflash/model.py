@@ -11,7 +11,7 @@ from specdec.drafters.dflash import BACKBONES, HEADS, backbone_of, head_of
 from specdec.drafters.dflash.config import DraftConfig, read_config
 from specdec.drafters.dflash.head import DraftHead
 from specdec.drafters.dflash.trunk import Backbone
-from specdec.drafters.dflash.vocabulary import DraftVocabulary
+from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 from specdec.models.base import Target
 from specdec.models.loading import load_modules
@@ -43,7 +43,7 @@ def load(
     head_class, trunk_class = HEADS.load(head_of(file)), BACKBONES.load(backbone_of(file))
     with torch.device("meta"):
         trunk = trunk_class(file, config)
-        vocabulary = DraftVocabulary(file, config, target)
+        vocabulary = DraftVocabulary(file, config.n_embd, target)
         head = head_class(file, config, vocabulary)
     modules: list[nn.Module] = [trunk, vocabulary, head]
     scales = _scales(file)

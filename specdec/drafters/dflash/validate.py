@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specdec.drafters.compatibility import check_tokens
+from specdec.drafters.compatibility import (
+    check_ends,
+    check_shape,
+    check_token_list,
+    target_depth,
+    target_vocabulary,
+)
 from specdec.drafters.dflash import BACKBONES, HEADS, backbone_of, head_of
 from specdec.drafters.dflash.config import read_block_size, read_mask_token
 from specdec.errors import MismatchError, ModelFileError, UnsupportedError, UsageError, unknown_name
@@ -28,11 +34,11 @@ def check_draft(target: GGUFFile, draft: GGUFFile, options: DraftOptions) -> Non
     _check_parts(draft)
     _check_width(target, draft)
     _check_target_layers(target, draft)
-    n_vocab = _vocabulary_size(target)
+    n_vocab = target_vocabulary(target)
     read_block_size(draft)
     read_mask_token(draft, n_vocab)
-    _check_tokens(target, draft)
-    _check_ends(draft, n_vocab)
+    check_token_list(target, draft)
+    check_ends(draft, n_vocab)
     _HEAD_CHECKS[head_of(draft)](draft, n_vocab)
     if head_of(draft) == "draft-dspark":
         _check_confidence(draft, options)
@@ -63,8 +69,7 @@ def _check_target_layers(target: GGUFFile, draft: GGUFFile) -> None:
         raise ModelFileError(
             f"{draft.path}: DFlash model requires 'target_layers' in GGUF metadata ({key})"
         )
-    depth = target.get_int(target.key("block_count"))
-    depth -= target.get_int(target.key("nextn_predict_layers"), default=0)
+    depth = target_depth(target)
     value = draft.metadata[key]
     layers = value.tolist() if isinstance(value, np.ndarray) else value
     is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
@@ -79,57 +84,7 @@ def _check_target_layers(target: GGUFFile, draft: GGUFFile) -> None:
             f"{depth}, as the target has {depth} layers; use a draft made for this target"
         )
     n_embd = draft.get_int(draft.key("embedding_length"))
-    _check_shape(draft, "fc.weight", (n_embd, len(layers) * n_embd), f"{key} = {layers}")
-
-
-def _vocabulary_size(target: GGUFFile) -> int:
-    return target.info("token_embd.weight").shape[0]
-
-
-def _check_tokens(target: GGUFFile, draft: GGUFFile) -> None:
-    """Token texts agree, if the draft has a list; without one it uses the target's."""
-    key = "tokenizer.ggml.tokens"
-    if key in draft.metadata and key in target.metadata:
-        check_tokens(draft, target.get_strs(key), draft.get_strs(key))
-
-
-def _check_ends(draft: GGUFFile, n_vocab: int) -> None:
-    """Embeddings, output matrix and the map of a reduced vocabulary."""
-    n_embd = draft.get_int(draft.key("embedding_length"))
-    vocabulary = f"the target's vocabulary of {n_vocab}"
-    if "token_embd.weight" in draft.tensors:
-        _check_shape(draft, "token_embd.weight", (n_vocab, n_embd), vocabulary)
-    if "d2t" not in draft.tensors:
-        if "output.weight" in draft.tensors:
-            _check_shape(draft, "output.weight", (n_vocab, n_embd), f"{vocabulary}, without d2t")
-        return
-    n_rows = _check_map(draft, n_vocab)
-    _check_shape(draft, "output.weight", (n_rows, n_embd), f"d2t with {n_rows} rows")
-
-
-def _check_map(draft: GGUFFile, n_vocab: int) -> int:
-    """Checks `d2t`, target ids by row, and returns its length."""
-    info = draft.info("d2t")
-    if info.ggml_type != "I64" or len(info.shape) != 1:
-        raise ModelFileError(
-            f"{draft.path}: tensor d2t is {info.ggml_type} {list(info.shape)}, expected I64 with "
-            "one target token id a row; convert the draft again"
-        )
-    ids = np.frombuffer(draft.raw("d2t"), "<i8")
-    wrong = np.flatnonzero((ids < 0) | (ids >= n_vocab))
-    if len(wrong):
-        raise MismatchError(
-            f"{draft.path}: tensor d2t: row {wrong[0]} is token {ids[wrong[0]]}, expected 0 to "
-            f"{n_vocab - 1} in the target's vocabulary; use a draft made for this target"
-        )
-    values, counts = np.unique(ids, return_counts=True)
-    if len(values) < len(ids):
-        twice = values[counts > 1][0]
-        raise ModelFileError(
-            f"{draft.path}: tensor d2t: token {twice} is in several rows, expected each once; "
-            "convert the draft again"
-        )
-    return len(ids)
+    check_shape(draft, "fc.weight", (n_embd, len(layers) * n_embd), f"{key} = {layers}")
 
 
 def _check_dflash2(draft: GGUFFile, n_vocab: int) -> None:
@@ -161,9 +116,9 @@ def _check_dflash2(draft: GGUFFile, n_vocab: int) -> None:
             f"{draft.path}: DFlash2 hidden size is too small for the selector lattice; found "
             f"{n_embd} and {draft.key('selector_top_k')} = {n_candidates}"
         )
-    _check_shape(draft, "selector_hidden.weight", (rank, n_embd), "selector_rank")
+    check_shape(draft, "selector_hidden.weight", (rank, n_embd), "selector_rank")
     for name in ("selector_predecessor.weight", "selector_successor.weight"):
-        _check_shape(draft, name, (n_vocab, rank), "selector_rank and the target's vocabulary")
+        check_shape(draft, name, (n_vocab, rank), "selector_rank and the target's vocabulary")
 
 
 def _check_dspark(draft: GGUFFile, n_vocab: int) -> None:
@@ -176,12 +131,12 @@ def _check_dspark(draft: GGUFFile, n_vocab: int) -> None:
         )
     rank, n_embd = shape[1], draft.get_int(draft.key("embedding_length"))
     rows = (_n_rows(draft, n_vocab), rank)
-    _check_shape(draft, "markov_w2.weight", rows, "markov_w1.weight and the draft's vocabulary")
+    check_shape(draft, "markov_w2.weight", rows, "markov_w1.weight and the draft's vocabulary")
     if "conf_proj.weight" in draft.tensors:
-        _check_shape(draft, "conf_proj.weight", (1, n_embd + rank), "markov_w1.weight")
+        check_shape(draft, "conf_proj.weight", (1, n_embd + rank), "markov_w1.weight")
     if "joint_proj.weight" in draft.tensors:
         joint = (3 * rank, n_embd + 2 * rank)
-        _check_shape(draft, "joint_proj.weight", joint, "markov_w1.weight")
+        check_shape(draft, "joint_proj.weight", joint, "markov_w1.weight")
 
 
 def _check_confidence(draft: GGUFFile, options: DraftOptions) -> None:
@@ -241,15 +196,6 @@ def _require_block_size(draft: GGUFFile, head: str) -> None:
 
 def _n_rows(draft: GGUFFile, n_vocab: int) -> int:
     return draft.tensors["d2t"].shape[0] if "d2t" in draft.tensors else n_vocab
-
-
-def _check_shape(draft: GGUFFile, name: str, expected: tuple[int, ...], reason: str) -> None:
-    found = tuple(draft.info(name).shape)
-    if found != expected:
-        raise MismatchError(
-            f"{draft.path}: tensor {name}: shape {list(found)}, expected {list(expected)} from "
-            f"{reason}; use a draft made for this target"
-        )
 
 
 def _listed(sizes: dict[str, int]) -> str:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from specdec.models.layers import WeightOnly
 
 if TYPE_CHECKING:
-    from specdec.drafters.dflash.config import DraftConfig
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
 
@@ -26,23 +25,24 @@ class DraftVocabulary(nn.Module):
 
     d2t: Tensor | None
 
-    def __init__(self, file: GGUFFile, config: DraftConfig, target: Target) -> None:
+    def __init__(self, file: GGUFFile, n_embd: int, target: Target) -> None:
+        """The modules for a draft of width ``n_embd``, built on the meta device."""
         super().__init__()
-        self.n_vocab = config.n_vocab
-        self.n_rows = config.n_vocab
+        self.n_vocab = target.config.n_vocab
+        self.n_rows = self.n_vocab
         """VD, the number of rows that are scored."""
         # Bound methods, because a module would become part of this one.
         self._target_embed, self._target_head = target.embed, target.lm_head
         self._target_device = target.device
         if "token_embd.weight" in file.tensors:
-            self.token_embd = nn.Embedding(config.n_vocab, config.n_embd)
+            self.token_embd = nn.Embedding(self.n_vocab, n_embd)
         if "d2t" in file.tensors:
             self.n_rows = file.tensors["d2t"].shape[0]
             self.register_buffer("d2t", torch.empty(self.n_rows, dtype=torch.int64))
         else:
             self.d2t = None
         if "output.weight" in file.tensors:
-            self.output = WeightOnly(self.n_rows, config.n_embd)
+            self.output = WeightOnly(self.n_rows, n_embd)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [T, D] of target token ids [T] int64, without a scale."""
