@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specdec.describe_draft import DraftDescription
     from specdec.gguf_file import GGUFFile
 
-INSPECT_PANELS = (INSPECT,)
+PANELS = (INSPECT,)
 KEY_WIDTH = 22
 """Column of the values."""
 

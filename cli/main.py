@@ -17,10 +17,9 @@ from typer import TyperException
 
 from specdec.errors import SpecdecError, UsageError, unknown_name
 from specdec.version import __version__
-from specdec_cli import log
+from specdec_cli import inspect_file, log, tokenize_text
 from specdec_cli.argv import HELP, normalise
 from specdec_cli.flags import Given, Panel, with_flags
-from specdec_cli.inspect_file import INSPECT_PANELS, inspect
 from specdec_cli.run import PANELS, generate
 
 app = typer.Typer(
@@ -33,7 +32,8 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Panel, ...]] = {
     "generate": PANELS,
-    "inspect": INSPECT_PANELS,
+    "inspect": inspect_file.PANELS,
+    "tokenize": tokenize_text.PANELS,
 }
 """Sub-command -> its flags."""
 
@@ -54,7 +54,8 @@ def _until_closed(command: Callable[[Given], None]) -> Callable[[Given], None]:
 
 
 app.command("generate")(with_flags(*PANELS)(_until_closed(generate)))
-app.command("inspect")(with_flags(*INSPECT_PANELS)(_until_closed(inspect)))
+app.command("inspect")(with_flags(*inspect_file.PANELS)(_until_closed(inspect_file.inspect)))
+app.command("tokenize")(with_flags(*tokenize_text.PANELS)(_until_closed(tokenize_text.tokenize)))
 
 
 @app.callback()

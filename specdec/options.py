@@ -488,6 +488,24 @@ class InspectOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizeOptions:
+    """`specdec tokenize`: what is read and what is printed. The text is in `GenerateOptions`."""
+
+    stdin: bool = False
+    """The text comes from standard input."""
+    ids: bool = False
+    """Print ids alone."""
+    no_bos: bool = False
+    """Never add the BOS token."""
+    no_parse_special: bool = False
+    """Control tokens in the text are text."""
+    show_count: bool = False
+    """Print the number of tokens."""
+    decode: tuple[int, ...] | None = None
+    """Token ids to turn into text instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Everything a run depends on."""
 
@@ -498,6 +516,7 @@ class Options:
     generate: GenerateOptions = field(default_factory=GenerateOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     inspect: InspectOptions = field(default_factory=InspectOptions)
+    tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
 
     def merge(self, *layers: Mapping[str, Any]) -> Self:
         """A copy with the leaves of ``layers`` (dotted path -> value) set; later layers win.
