@@ -72,7 +72,11 @@ class DraftModel:
             self.model(known.to(self.model.device), self._cache, logit_rows=0)
 
     def draft(self, last_token: int, room: int) -> Draft:
-        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`."""
+        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`.
+
+        Drafts shorter than `n_min` are dropped if they are greedy. A drawn draft stands: its length
+        depends on what was drawn, and to drop it for that would favour the other tokens.
+        """
         known = last_token < self.model.config.n_vocab
         length = self._longest(room) if known else 0
         picks: list[Pick] = []
@@ -86,7 +90,8 @@ class DraftModel:
                 break
             picks.append(pick)
             token = pick.token
-        if len(picks) < max(self.options.n_min, 1):
+        n_min = 1 if self._sampler.samples else self.options.n_min
+        if len(picks) < max(n_min, 1):
             self._cache.truncate(self._observed)
             return Draft(end="n_min" if picks else end)
         return Draft([pick.token for pick in picks], as_candidates(picks), end)

@@ -55,3 +55,21 @@ def test_tokens_that_only_the_draft_knows_are_never_drafted(tmp_path: Path) -> N
     drafter.begin(SamplingOptions(temp=0))
     drafter.observe(torch.arange(10, 20), None)
     assert max(drafter.draft(20, 40).tokens) < 60
+
+
+@torch.inference_mode()
+def test_only_greedy_drafts_are_dropped_for_being_short(tmp_path: Path) -> None:
+    with GGUFFile.open(tiny.write_target(tmp_path / "draft.gguf")) as file:
+        model = load_target(file)
+    for sampling, is_dropped in (("greedy", True), ("probabilistic", False)):
+        options = DraftOptions(n_max=8, n_min=8, p_min=0.6, sampling=sampling)  # type: ignore[arg-type]
+        drafter = DraftModel(model, options, 512, tiny.N_VOCAB)
+        drafter.begin(SamplingOptions(temp=0.8, seed=1))
+        lengths = set()
+        for token in range(20, 60):
+            draft = drafter.draft(token, 8)
+            lengths.add(len(draft.tokens))
+            if draft.tokens:
+                drafter.accept(0)
+            drafter.observe(torch.tensor([token]), None)
+        assert lengths <= {0, 8} if is_dropped else lengths & set(range(1, 8))
