@@ -1,5 +1,18 @@
-"""`python -m specdec_cli`."""
+"""`python -m specdec_cli` and the script `specdec`."""
 
-from specdec_cli.main import main
+from __future__ import annotations
 
-main()
+import os
+import signal
+
+
+def main() -> None:
+    """Runs the command line; before there is anything to clean up, Ctrl-C ends it at once."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from specdec_cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

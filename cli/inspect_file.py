@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specdec.errors import SpecdecError, UsageError
-from specdec_cli.flags import Given
 from specdec_cli.flags.tools import INSPECT
+from specdec_cli.given import Given
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,61 +6,63 @@ Exit codes: 0 done, 1 failure, 2 usage, 130 interrupted. A closed pipe ends quie
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import typer
 from typer import TyperException
 
 from specdec.errors import SpecdecError, UsageError, unknown_name
-from specdec.version import __version__
-from specdec_cli import inspect_file, log, tokenize_text
-from specdec_cli.argv import HELP, normalise
-from specdec_cli.flags import Given, Panel, with_flags
-from specdec_cli.run import PANELS, generate
+from specdec_cli import log
+from specdec_cli.actions import ACTIONS, completion_bash
+from specdec_cli.argv import HELP, Words, normalise
+from specdec_cli.flags import Flag, Panel
+from specdec_cli.given import Given
+from specdec_cli.signature import with_flags
 
-app = typer.Typer(
-    name="specdec",
-    help="Lossless speculative decoding for GGUF models, with llama.cpp's flags.",
-    add_completion=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["--help", "-h"]},
-)
+ABOUT = "Lossless speculative decoding for GGUF models, with llama.cpp's flags."
 
-COMMANDS: dict[str, tuple[Panel, ...]] = {
-    "generate": PANELS,
-    "inspect": inspect_file.PANELS,
-    "tokenize": tokenize_text.PANELS,
+
+class Command(NamedTuple):
+    """One sub-command: ``module`` has the function ``name`` and the tuple `PANELS`."""
+
+    module: str
+    name: str
+    help: str
+
+    @property
+    def function(self) -> Callable[[Given], None]:
+        """What it runs."""
+        function: Callable[[Given], None] = getattr(importlib.import_module(self.module), self.name)
+        return function
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """Its flags."""
+        panels: tuple[Panel, ...] = importlib.import_module(self.module).PANELS
+        return panels
+
+    @property
+    def flags(self) -> list[Flag]:
+        """Its flags, without the titles."""
+        return [flag for panel in self.panels for flag in panel.flags]
+
+
+COMMANDS: Mapping[str, Command] = {
+    "generate": Command("specdec_cli.run", "generate", "Answers a prompt, or talks with you."),
+    "inspect": Command(
+        "specdec_cli.inspect_file", "inspect", "Shows what files are, and whether a draft fits."
+    ),
+    "tokenize": Command(
+        "specdec_cli.tokenize_text", "tokenize", "Turns a text into tokens, or tokens into text."
+    ),
 }
-"""Sub-command -> its flags."""
-
-
-def _until_closed(command: Callable[[Given], None]) -> Callable[[Given], None]:
-    """The command, ending quietly when whoever reads its output has enough."""
-
-    @functools.wraps(command)
-    def run_command(given: Given) -> None:
-        try:
-            command(given)
-        except BrokenPipeError:
-            # Keep the interpreter from flushing what is left into the closed pipe.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
-
-    return run_command
-
-
-app.command("generate")(with_flags(*PANELS)(_until_closed(generate)))
-app.command("inspect")(with_flags(*inspect_file.PANELS)(_until_closed(inspect_file.inspect)))
-app.command("tokenize")(with_flags(*tokenize_text.PANELS)(_until_closed(tokenize_text.tokenize)))
-
-
-@app.callback()
-def _root() -> None:
-    """Lossless speculative decoding for GGUF models, with llama.cpp's flags."""
+"""Sub-command -> where it lives. Only the one that is called is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -88,24 +90,76 @@ def run(argv: Sequence[str]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
-        argv = ["--help"]
-    elif argv[0] == "--version":
-        print(f"specdec {__version__}")
-        return 0
-    elif argv[0] not in COMMANDS:
-        raise UsageError(unknown_name("command", argv[0], COMMANDS))
-    order = None
-    words = list(argv)
-    if argv[0] in COMMANDS:
-        flags = [flag for panel in COMMANDS[argv[0]] for flag in panel.flags]
-        rest, order = normalise(argv[1:], flags)
-        words = [argv[0], *rest]
-    code = app(args=words, standalone_mode=False, prog_name="specdec", obj=order)
+        return _run_app(_app(None), Words(["--help"]))
+    name, *rest = argv
+    if name.startswith("-"):
+        return _act(_top_level_action(name))
+    if name not in COMMANDS:
+        raise UsageError(unknown_name("command", name, COMMANDS))
+    words = normalise(rest, COMMANDS[name].flags)
+    if words.action is not None:
+        return _act(words.action)
+    words.words.insert(0, name)
+    return _run_app(_app(name), words)
+
+
+def _top_level_action(name: str) -> str:
+    """The action flag that stands in the place of a command, by its canonical name."""
+    if name in ("--completion-bash", *ACTIONS):
+        return name
+    actions = [flag for flag in COMMANDS["generate"].flags if flag.kind == "action"]
+    return normalise([name], actions).action or name
+
+
+def _act(name: str) -> int:
+    if name == "--completion-bash":
+        completion_bash({command: COMMANDS[command].flags for command in COMMANDS})
+    else:
+        ACTIONS[name]()
+    return 0
+
+
+def _app(called: str | None) -> typer.Typer:
+    """The Typer app; only the called command gets its flags, the others are there for the help."""
+    app = typer.Typer(
+        name="specdec",
+        help=ABOUT,
+        add_completion=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["--help", "-h"]},
+        callback=lambda: None,
+    )
+    for name, command in COMMANDS.items():
+        if name == called:
+            function = with_flags(*command.panels)(_until_closed(command.function))
+        else:
+            function = lambda: None  # noqa: E731
+        app.command(name, help=None if name == called else command.help)(function)
+    return app
+
+
+def _run_app(app: typer.Typer, words: Words) -> int:
+    code = app(args=words.words, standalone_mode=False, prog_name="specdec", obj=words)
     return code if isinstance(code, int) else 0
+
+
+def _until_closed(command: Callable[[Given], None]) -> Callable[[Given], None]:
+    """The command, ending quietly when whoever reads its output has enough."""
+
+    @functools.wraps(command)
+    def run_command(given: Given) -> None:
+        try:
+            command(given)
+        except BrokenPipeError:
+            # Keep the interpreter from flushing what is left into the closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return run_command
 
 
 def _report(message: str, code: int) -> int:
     if logging.getLogger("specdec").isEnabledFor(logging.DEBUG):
         traceback.print_exc()
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    log.report_error(message)
     return code

@@ -1,4 +1,4 @@
-"""Where the prompt comes from: a flag, a file, a pipe."""
+"""Where the prompt comes from: a flag, a file, a pipe, or a person who is asked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from specdec.errors import UsageError
-from specdec.options import GenerateOptions
+from specdec.options import GenerateOptions, Options
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
@@ -20,6 +20,29 @@ def unescape(text: str) -> str:
         return chr(int(body[1:], 16)) if body[0] == "x" and len(body) > 1 else _ESCAPES[body]
 
     return re.sub(r"\\(x[0-9a-fA-F]{1,2}|[nrt'\"\\])", replace, text)
+
+
+def has_prompt(options: GenerateOptions) -> bool:
+    """Whether a flag names a prompt."""
+    return any(v is not None for v in (options.prompt, options.prompt_file, options.binary_file))
+
+
+def is_conversation(options: Options, *, has_template: bool) -> bool:
+    """Whether a conversation is held instead of one prompt answered.
+
+    `-cnv` asks for one, with the prompt as its first turn; so does a terminal without a prompt, if
+    the model can chat. `--single-turn`, `--json` and `--spec-check` are for one reply: a person is
+    asked for it only where there is nothing else to read.
+    """
+    request = options.generate
+    if request.conversation is False or request.prompt == "-":
+        return False
+    asks = _is_terminal() and not has_prompt(request)
+    if options.output.json or options.output.spec_check:
+        return False
+    if request.conversation and not request.single_turn:
+        return True
+    return asks and (has_template or bool(request.conversation))
 
 
 def read_prompt(options: GenerateOptions) -> str:
@@ -53,6 +76,10 @@ def _read(path: Path, flag: str) -> str:
         raise UsageError(f"{flag}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _read_stdin(*, asked: bool) -> str:

@@ -1,25 +1,38 @@
-"""`specdec generate`: from options to a library call to what is shown."""
+"""`specdec generate`: from options to library calls to what is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import typer
+
+from specdec.errors import UsageError
 from specdec_cli import log
-from specdec_cli.flags import Given
+from specdec_cli.flags.ignored import IGNORED_DRAFT, IGNORED_MODEL, IGNORED_TEXT
 from specdec_cli.flags.model import MODEL, ROPE
+from specdec_cli.flags.output import LOGGING, OUTPUT
+from specdec_cli.flags.removed import REMOVED
 from specdec_cli.flags.sampling import SAMPLING
-from specdec_cli.flags.spec import DRAFT, NGRAM, REMOVED
-from specdec_cli.flags.text import CHAT, OUTPUT, PROMPT
-from specdec_cli.prompt import read_prompt, unescape
+from specdec_cli.flags.spec import DRAFT, NGRAM
+from specdec_cli.flags.text import CHAT, PROMPT
+from specdec_cli.flags.unsupported import UNSUPPORTED
+from specdec_cli.given import Given
+from specdec_cli.interrupts import Interrupts
+from specdec_cli.prompt import has_prompt, is_conversation, read_prompt, unescape
 
 if TYPE_CHECKING:
     from specdec.chat import Message
-    from specdec.engine import Engine
+    from specdec.engine import Completion, Engine, Session
     from specdec.options import Options
     from specdec_cli.render import Display
 
-PANELS = (PROMPT, MODEL, DRAFT, NGRAM, SAMPLING, CHAT, OUTPUT, ROPE, REMOVED)
+PANELS = (
+    *(PROMPT, MODEL, DRAFT, NGRAM, SAMPLING, CHAT, OUTPUT, LOGGING, ROPE),
+    *(UNSUPPORTED, IGNORED_DRAFT, IGNORED_MODEL, IGNORED_TEXT, REMOVED),
+)
 
 
 def generate(given: Given) -> None:
@@ -28,26 +41,131 @@ def generate(given: Given) -> None:
     [bold]specdec generate -m target.gguf -p "Tell me a story" --spec-type ngram-simple[/bold]
     """
     options = given.options()
-    log.configure(options.output.verbosity, options.output.log_file)
-    prompt = read_prompt(options.generate)
-    options = _with_recommended(given)
-    options = options.merge(_unescaped(options))
-    from specdec.engine import Engine
-    from specdec_cli.render import Display
+    log.configure(options.output)
+    options, has_template = _with_recommended(given)
+    converses = is_conversation(options, has_template=has_template)
+    asks = converses and not has_prompt(options.generate)
+    prompt = None if asks else read_prompt(options.generate)
+    with Run.start(options) as run:
+        if converses:
+            run.converse(prompt)
+        else:
+            assert prompt is not None
+            run.answer(prompt)
 
-    display = Display(options.output)
-    with display.loading():
-        engine = Engine.load(options)
-    with engine:
-        _reply(engine, display, _as_messages(engine, options, prompt))
+
+class Run:
+    """A loaded engine and everything that its replies go to."""
+
+    def __init__(self, engine: Engine, display: Display, interrupts: Interrupts) -> None:
+        self.engine = engine
+        self.display = display
+        self._interrupts = interrupts
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, options: Options) -> Iterator[Run]:
+        """Opens the output files, loads the model, and closes both at the end."""
+        from specdec_cli.render import Display
+
+        interrupts = Interrupts()
+        with interrupts.handled(), Display(options.output, interrupts) as display:
+            started = time.perf_counter()
+            with interrupts.deferred(), display.loading() as progress:
+                from specdec.engine import Engine
+
+                engine = Engine.load(options, progress)
+            display.load_seconds = time.perf_counter() - started
+            with engine:
+                yield cls(engine, display, interrupts)
+
+    def answer(self, prompt: str) -> None:
+        """One reply to one prompt. Leaves with 1 when `--spec-check` finds a difference."""
+        request = self.engine.options.generate
+        is_chat = request.conversation
+        if is_chat is None:
+            is_chat = self.engine.chat_template is not None
+        whole = self._messages(prompt) if is_chat else prompt
+        if self.engine.options.output.spec_check:
+            self._check(whole)
+        else:
+            self.display.save(self._reply(self.engine.session(), whole).text)
+
+    def converse(self, first: str | None) -> None:
+        """A conversation, in one session, so that each turn reads only what is new."""
+        from specdec_cli.chat import Conversation
+        from specdec_cli.console import Console
+
+        options, session = self.engine.options, self.engine.session()
+        if self.engine.chat_template is None:
+            raise UsageError("--chat-template: the model file has no chat template; give one")
+        console = Console(multiline=options.generate.multiline, simple=options.output.simple_io)
+
+        def answer(messages: Sequence[Message]) -> Completion:
+            try:
+                return self._reply(session, messages)
+            except KeyboardInterrupt:
+                if not console.is_terminal:
+                    raise
+                return session.last
+
+        conversation = Conversation(answer, console, options.chat.system_prompt)
+        conversation.run(first, single_turn=options.generate.single_turn)
+        self.display.save("".join(f"{reply}\n" for reply in conversation.replies))
+
+    def _messages(self, prompt: str) -> list[Message]:
+        from specdec.chat import Message
+
+        system = self.engine.options.chat.system_prompt
+        turns = [Message(role="system", content=system)] if system else []
+        return [*turns, Message(role="user", content=prompt)]
+
+    def _reply(self, session: Session, prompt: str | Sequence[Message]) -> Completion:
+        """Streams one reply; a break still shows the statistics so far."""
+        self.display.prompt(self.engine, prompt)
+        display = self.display
+        chunks = session.stream(prompt, progress=display.prompt_progress, on_round=display.round)
+        try:
+            with self._interrupts.deferred(), contextlib.closing(chunks):
+                for chunk in chunks:
+                    display.write(chunk)
+        finally:
+            display.end(session.last)
+        return session.last
+
+    def _check(self, prompt: str | Sequence[Message]) -> None:
+        from specdec.check import check_request
+
+        display = self.display
+        display.prompt(self.engine, prompt)
+        with self._interrupts.deferred():
+            found = check_request(
+                self.engine,
+                prompt,
+                on_chunk=display.write,
+                on_round=display.round,
+                on_plain_round=lambda _: self._interrupts.check(),
+                progress=display.prompt_progress,
+            )
+        display.end(found.speculative, found)
+        display.save(found.speculative.text)
+        display.verdict(found, self.engine.tokenizer)
+        if found.equal is False:
+            raise typer.Exit(1)
 
 
-def _with_recommended(given: Given) -> Options:
-    """The options with the model file's own sampling values below what the user gave."""
+def _with_recommended(given: Given) -> tuple[Options, bool]:
+    """The options with the model file's own sampling values below what the user gave.
+
+    And whether there is a chat template.
+    """
+    from specdec.chat import find_template
     from specdec.resources import open_target, recommended_sampling
 
     with open_target(given.options()) as file:
-        return given.options(recommended_sampling(file))
+        options = given.options(recommended_sampling(file))
+        has_template = options.chat.template is not None or find_template(file.metadata) is not None
+    return options.merge(_unescaped(options)), has_template
 
 
 def _unescaped(options: Options) -> dict[str, object]:
@@ -59,27 +177,3 @@ def _unescaped(options: Options) -> dict[str, object]:
             unescape(text) for text in options.sampling.dry_sequence_breakers
         ),
     }
-
-
-def _as_messages(engine: Engine, options: Options, prompt: str) -> str | Sequence[Message]:
-    """The prompt as a user turn if a chat template applies, else the text itself."""
-    conversation = options.generate.conversation
-    if conversation is None:
-        conversation = engine.chat_template is not None
-    if not conversation:
-        return prompt
-    from specdec.chat import Message
-
-    system = options.chat.system_prompt
-    turns = [Message(role="system", content=system)] if system else []
-    return [*turns, Message(role="user", content=prompt)]
-
-
-def _reply(engine: Engine, display: Display, prompt: str | Sequence[Message]) -> None:
-    """Streams one reply; a break still shows the statistics so far."""
-    session = engine.session()
-    try:
-        for chunk in session.stream(prompt, progress=display.prompt_progress):
-            display.write(chunk)
-    finally:
-        display.end(session.last)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.errors import ModelFileError, UsageError
-from specdec_cli.flags import Given
 from specdec_cli.flags.tools import TOKENIZE
+from specdec_cli.given import Given
 from specdec_cli.prompt import unescape
 
 if TYPE_CHECKING:

@@ -35,20 +35,48 @@ def find_template(metadata: Mapping[str, Any], name: str | None = None) -> str |
     return source
 
 
-def choose_template(choice: str | None, metadata: Mapping[str, Any]) -> str:
+def choose_template(choice: str | None, metadata: Mapping[str, Any], *, jinja: bool = True) -> str:
     """The source that `--chat-template` means: Jinja text, a built-in name, or the model's own.
 
-    Raises `UsageError` with the list of names for an unknown one.
+    Without ``jinja`` only built-in templates are taken; a Jinja text stands for the one it
+    resembles. Raises `UsageError` with the list of names for an unknown one.
     """
+    own = find_template(metadata) or BUILTIN_TEMPLATES[FALLBACK_TEMPLATE]
     if not choice:
-        return find_template(metadata) or BUILTIN_TEMPLATES[FALLBACK_TEMPLATE]
+        return own if jinja else _resembled(own)
     if "{{" in choice or "{%" in choice:
-        return choice
+        return choice if jinja else _resembled(choice)
     source = BUILTIN_TEMPLATES.get(choice)
     if source is None:
         message = unknown_name("--chat-template", choice, BUILTIN_TEMPLATES)
         raise UsageError(f"{message}; or give Jinja text")
     return source
+
+
+MARKERS = {
+    "<|im_sep|>": "phi4",
+    "<|im_start|>": "chatml",
+    "<|start_header_id|>": "llama3",
+    "<start_of_turn>": "gemma",
+    "[SYSTEM_PROMPT]": "mistral-v7",
+    "<<SYS>>": "llama2-sys",
+    "[INST]": "mistral-v3",
+    "<|START_OF_TURN_TOKEN|>": "command-r",
+    "<|end|>": "phi3",
+    "<|endoftext|>": "zephyr",
+}
+"""What a template writes -> the built-in one it is taken for without Jinja; the first hit counts
+(llama.cpp: ``llm_chat_detect_template``)."""
+
+
+def _resembled(source: str) -> str:
+    for marker, name in MARKERS.items():
+        if marker in source:
+            return BUILTIN_TEMPLATES[name]
+    raise UsageError(
+        "--no-jinja: the template is none of the built-in ones; leave --no-jinja out or give a "
+        f"name with --chat-template: {', '.join(BUILTIN_TEMPLATES)}"
+    )
 
 
 class ChatTemplate:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -19,6 +21,7 @@ from specdec.drafters.selection import DraftContext, build_drafters, choose_type
 from specdec.errors import ModelFileError, UsageError
 from specdec.generate import Finish, Limits, Round, decode, warm_up
 from specdec.gguf_file import GGUFFile
+from specdec.kv_cache import KVCache
 from specdec.models import check_architecture, load_target
 from specdec.models.base import Target
 from specdec.options import Options
@@ -28,6 +31,8 @@ from specdec.stats import Statistics
 from specdec.stops import StopFilter
 from specdec.tokenizer import Tokenizer
 from specdec.verify import Verifier, synthetic_rates
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096
 """Context length when neither the user nor the model file says one."""
@@ -52,6 +57,16 @@ class Completion:
     """None: it was broken off."""
     statistics: Statistics = field(default_factory=Statistics)
 
+    def as_mapping(self) -> dict[str, Any]:
+        """The reply as one JSON object; ``finish_reason`` is `interrupted` if it was broken off."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": "interrupted" if self.finish is None else self.finish.value,
+            "timings": self.statistics.timings(),
+            "speculation": self.statistics.as_mapping(),
+        }
+
 
 class Engine:
     """A target, its tokenizer and the chosen drafters, loaded once."""
@@ -71,12 +86,17 @@ class Engine:
         self.chat_template = chat_template
         self.drafter = drafter
         self.n_ctx = n_ctx
+        self._dtypes = (
+            cache_dtype(options.model.cache_type_k, "--cache-type-k"),
+            cache_dtype(options.model.cache_type_v, "--cache-type-v"),
+        )
 
     @classmethod
-    def load(cls, options: Options) -> Self:
+    def load(cls, options: Options, progress: Callable[[int, int], None] | None = None) -> Self:
         """Everything the options name, checked before weights are read.
 
-        Raises `UsageError`, `ModelFileError` and their kin.
+        ``progress`` is told (tensors read, tensors in all). Raises `UsageError`, `ModelFileError`
+        and their kin.
         """
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(open_target(options))
@@ -87,7 +107,9 @@ class Engine:
             types = choose_types(options.spec, file, draft_file)
             tokenizer = _tokenizer(file)
             template = _chat_template(options, file, tokenizer)
+            options = _without_missing_eos(options, tokenizer)
             set_threads(options.model.n_threads)
+            _count_tensors([file, *([draft_file] if draft_file else [])], progress)
             target = load_target(
                 file,
                 rope=options.model.rope,
@@ -112,9 +134,13 @@ class Engine:
         """Writes down what drafters keep from run to run; for the end of the last request."""
         self.drafter.save()
 
-    def session(self) -> Session:
-        """A conversation of its own, with an empty cache."""
-        return Session(self)
+    def session(self, *, speculate: bool = True) -> Session:
+        """A conversation of its own, with an empty cache; plain decoding if not ``speculate``."""
+        return Session(self, copy.copy(self.drafter) if speculate else FirstOf([]))
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for the target, of the types that the options name."""
+        return self.target.new_cache(self.n_ctx, dtype_k=self._dtypes[0], dtype_v=self._dtypes[1])
 
     def stream(self, prompt: str | Sequence[Message], **overrides: Any) -> Iterator[Chunk]:
         """The pieces of the reply to one prompt, in a session of its own."""
@@ -154,15 +180,10 @@ class Engine:
 class Session:
     """A cache with the tokens of the last request, so that a common prefix is not read twice."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, drafter: FirstOf) -> None:
         self.engine = engine
-        model = engine.options.model
-        self.drafter = copy.copy(engine.drafter)
-        self._cache = engine.target.new_cache(
-            engine.n_ctx,
-            dtype_k=cache_dtype(model.cache_type_k, "--cache-type-k"),
-            dtype_v=cache_dtype(model.cache_type_v, "--cache-type-v"),
-        )
+        self.drafter = drafter
+        self._cache = engine.new_cache()
         self._text: list[int] = []  # the cache holds its first `cache.length` tokens
         self.last = Completion()
         """The reply in progress, or the last one: also after a break."""
@@ -180,7 +201,7 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
         on_round: Callable[[Round], None] | None = None,
         **overrides: Any,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk]:
         """The pieces of the reply as they are found; `last` holds the sums so far.
 
         ``progress`` is told (tokens done, tokens in all) while the prompt is read, ``on_round`` of
@@ -189,7 +210,7 @@ class Session:
         options = self.engine.options.merge(
             {name.replace("__", "."): value for name, value in overrides.items()}
         )
-        tokens = self.engine.encode(prompt, _template_variables(options))
+        tokens = self.engine.encode(prompt, template_variables(options))
         self.last = completion = Completion()
         rounds = self._rounds(tokens, options, progress)
         text = self.engine.tokenizer.stream_decoder(special=options.generate.special)
@@ -205,12 +226,10 @@ class Session:
             completion.statistics.add(done)
             completion.token_ids += done.tokens
             completion.finish = done.finish
+            completion.text += "".join(piece.text for piece in pieces)
             if on_round is not None:
                 on_round(done)
-            for piece in pieces:
-                if piece.text:
-                    completion.text += piece.text
-                    yield piece
+            yield from (piece for piece in pieces if piece.text)
             if stops.hit:
                 break
         rest = stops.push(text.finish()) + stops.finish() if not stops.hit else ""
@@ -304,7 +323,26 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return length
 
 
-def _template_variables(options: Options) -> dict[str, Any]:
+def _without_missing_eos(options: Options, tokenizer: Tokenizer) -> Options:
+    """The options without `--ignore-eos` if there is no such token."""
+    if not options.sampling.ignore_eos or tokenizer.eos_id is not None:
+        return options
+    log.warning("--ignore-eos: the vocabulary has no EOS token; ignored")
+    return options.merge({"sampling.ignore_eos": False})
+
+
+def _count_tensors(files: Sequence[GGUFFile], progress: Callable[[int, int], None] | None) -> None:
+    """Lets the files report every tensor that is read."""
+    if progress is None:
+        return
+    report, done = progress, itertools.count(1)
+    total = sum(len(file.tensors) for file in files)
+    for file in files:
+        file.on_load = lambda: report(next(done), total)
+
+
+def template_variables(options: Options) -> dict[str, Any]:
+    """What a chat template is told besides the messages."""
     chat = options.chat
     variables: dict[str, Any] = dict(chat.template_kwargs)
     if chat.reasoning != "auto":
@@ -325,7 +363,7 @@ def _chat_template(options: Options, file: GGUFFile, tokenizer: Tokenizer) -> Ch
     """The template the user gave, else the model's own, else None."""
     if options.chat.template is None and find_template(file.metadata) is None:
         return None
-    source = choose_template(options.chat.template, file.metadata)
+    source = choose_template(options.chat.template, file.metadata, jinja=options.chat.jinja)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     return ChatTemplate(
         source,

@@ -71,6 +71,8 @@ class GGUFFile:
         self.version = headers[0].version
         self.metadata = Metadata(headers[0], overrides)
         self.tensors: Mapping[str, TensorInfo] = _all_tensors(headers)
+        self.on_load: Callable[[], None] | None = None
+        """Called after each `load`."""
 
     @classmethod
     def open(
@@ -187,7 +189,10 @@ class GGUFFile:
         info = self.info(name)
         if info.ggml_type not in quant.SUPPORTED:
             raise self._unsupported(info)
-        return quant.dequantize(self.raw(name), info.ggml_type, info.shape)
+        tensor = quant.dequantize(self.raw(name), info.ggml_type, info.shape)
+        if self.on_load is not None:
+            self.on_load()
+        return tensor
 
     def _unsupported(self, info: TensorInfo) -> UnsupportedError:
         from specdec import quant

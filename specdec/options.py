@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "
 _Node = typing.TypeVar("_Node")
 RopeScaling = Literal["none", "linear", "yarn"]
 DraftSampling = Literal["greedy", "probabilistic"]
+ReasoningEffort = Literal["default", "minimal", "low", "medium", "high", "xhigh", "max"]
+Switch = Literal["on", "off", "auto"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -76,6 +79,13 @@ def _check_range(flag: str, value: int, low: int, high: int, name: str) -> None:
 
 def _check_finite(flag: str, value: float) -> None:
     _require(math.isfinite(value), f"{flag} must be finite, got {value}")
+
+
+def _check_layers(flag: str, value: str) -> None:
+    _require(
+        value in ("auto", "all") or re.fullmatch(r"-?\d+", value) is not None,
+        f"{flag} must be a whole number, auto or all, got '{value}'",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,8 @@ class ModelOptions:
     """The exact file in that repository."""
     hf_token: str | None = None
     """Token for the hub."""
+    url: str | None = None
+    """Address to download the target from."""
     offline: bool = False
     """Use downloaded files only."""
     n_ctx: int = 0
@@ -140,6 +152,8 @@ class ModelOptions:
     """`cpu`, `cuda`, `cuda:N`, `mps` or `none`; None = the best one there is."""
     n_gpu_layers: str = "auto"
     """Layers on the accelerator: 0 = the CPU, anything else = the whole model."""
+    main_gpu: int = 0
+    """Index of the CUDA device that is taken when none is named."""
     n_threads: int = -1
     """Compute threads; 0 or less = all physical cores."""
     override_kv: tuple[str, ...] = ()
@@ -152,6 +166,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         _require(self.n_ctx >= 0, f"--ctx-size must be 0 or more, got {self.n_ctx}")
+        _require(self.main_gpu >= 0, f"--main-gpu must be 0 or more, got {self.main_gpu}")
+        _check_layers("--gpu-layers", self.n_gpu_layers)
         _require(self.n_batch >= 1, f"--batch-size must be at least 1, got {self.n_batch}")
         _require(self.n_ubatch >= 1, f"--ubatch-size must be at least 1, got {self.n_ubatch}")
         for flag, name in (
@@ -224,6 +240,8 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temp", max(self.temp, 0.0))
+        if self.dry_base < 1:  # as in llama.cpp, without a word
+            object.__setattr__(self, "dry_base", 1.75)
         if self.seed == -1:
             object.__setattr__(self, "seed", RANDOM_SEED)
         _require(
@@ -289,6 +307,7 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         _require(self.n_max >= 0, f"--spec-draft-n-max must be 0 or more, got {self.n_max}")
+        _check_layers("--spec-draft-ngl", self.n_gpu_layers)
         _require(not math.isnan(self.p_min), "--spec-draft-p-min must be a number")
         _require(
             self.sampling in ("greedy", "probabilistic"),
@@ -426,10 +445,12 @@ class ChatOptions:
     """Jinja source or a built-in name; None = the model's own."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra variables for the template."""
-    reasoning: Literal["on", "off", "auto"] = "auto"
+    reasoning: Switch = "auto"
     """Ask the template to think or not."""
-    reasoning_effort: str = "default"
+    reasoning_effort: ReasoningEffort = "default"
     """How much; handed to the template."""
+    jinja: bool = True
+    """Run Jinja templates; off = the built-in ones only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +465,10 @@ class GenerateOptions:
     """A file whose bytes are the prompt, unchanged."""
     conversation: bool | None = None
     """Wrap the prompt by the chat template; None = if the model has one."""
+    single_turn: bool = False
+    """End after one reply."""
+    multiline: bool = False
+    """Typed messages end with a backslash instead of at the end of a line."""
     n_predict: int = -1
     """Tokens to generate; -1 = until the end, -2 = until the context is full."""
     stop: tuple[str, ...] = ()
@@ -461,18 +486,38 @@ class GenerateOptions:
 class OutputOptions:
     """What the command shows, and where."""
 
+    json: bool = False
+    """Print one JSON object instead of the text."""
     display_prompt: bool = False
     """Print the prompt before the reply."""
+    verbose_prompt: bool = False
+    """Show the prompt's tokens on stderr."""
     show_timings: bool = True
     """Print speed and speculation statistics on stderr."""
+    perf: bool = True
+    """With trace verbosity, print where the time of a reply went."""
     file: Path | None = None
     """Write the reply to this file as well."""
-    color: Literal["on", "off", "auto"] = "auto"
+    spec_trace: Path | None = None
+    """Write one JSON line a round to this file."""
+    spec_check: bool = False
+    """Run the request without speculation too and compare."""
+    color: Switch = "auto"
     """Colours on stderr and in the reply."""
+    simple_io: bool = False
+    """Plain lines: no line editing, progress or colours."""
     verbosity: int = 3
     """0 output only, 1 errors, 2 warnings, 3 info, 4 trace, 5 debug."""
     log_file: Path | None = None
     """Write messages to this file as well."""
+    log_jsonl: bool = False
+    """Messages as one JSON object a line."""
+    log_colors: Switch = "auto"
+    """Colours in messages; auto = on a terminal."""
+    log_prefix: bool = True
+    """Put the level before warnings and errors."""
+    log_timestamps: bool | None = None
+    """Put the time before messages; None = in the log file only."""
 
 
 @dataclass(frozen=True, slots=True)

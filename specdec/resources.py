@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Scalar = int | float | bool | str
+
+CACHE_DIR = Path.home() / ".cache" / "specdec"
+"""Where files from `--model-url` are kept."""
 
 SAMPLING_KEYS: Mapping[str, str] = {
     "top_k": "top_k",
@@ -40,6 +44,8 @@ def open_target(options: Options) -> GGUFFile:
     path = model.path
     if model.hf_repo is not None:
         path = download(model.hf_repo, model.hf_file, model.hf_token, offline=model.offline)
+    elif path is None and model.url is not None:
+        path = download_url(model.url, offline=model.offline)
     if path is None:
         raise UsageError("--model is required; give the target's GGUF file with -m")
     return GGUFFile.open(path, dict(parse_override(text) for text in model.override_kv))
@@ -117,6 +123,51 @@ def download(repo: str, filename: str | None, token: str | None, *, offline: boo
         raise UsageError(f"--hf-repo {repo}: {reason}") from error
 
 
+def download_url(url: str, *, offline: bool) -> Path:
+    """The file at an address, kept in `CACHE_DIR` under its name. Raises `UsageError`."""
+    import shutil
+    import urllib.parse
+    import urllib.request
+
+    path = CACHE_DIR / Path(urllib.parse.urlsplit(url).path).name
+    if path.is_file():
+        return path
+    if offline:
+        raise UsageError(f"--model-url {url}: not downloaded yet, and --offline was given")
+    part = path.with_name(f".{path.name}.part")
+    try:
+        CACHE_DIR.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(url) as reply, part.open("wb") as file:
+            shutil.copyfileobj(reply, file)
+        part.rename(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model-url {url}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def cached_models() -> list[tuple[str, int]]:
+    """Names and sizes in bytes of the GGUF files that were downloaded, hub files first."""
+    found = [(path.name, path.stat().st_size) for path in sorted(CACHE_DIR.glob("*.gguf"))]
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        return found
+    try:
+        repos = hub.scan_cache_dir().repos
+    except hub.CacheNotFound:
+        return found
+    names = {
+        (f"{repo.repo_id}/{file.file_name}", file.size_on_disk)
+        for repo in repos
+        for revision in repo.revisions
+        for file in revision.files
+        if file.file_name.endswith(".gguf")
+    }
+    return sorted(names) + found
+
+
 def _pick_file(hub: Any, repo: str, quant: str, token: str | None, offline: bool) -> str:
     if offline:
         folder = Path(hub.snapshot_download(repo, token=token, local_files_only=True))
@@ -133,19 +184,46 @@ def pick_device(model: ModelOptions, draft: DraftOptions | None = None) -> torch
     """The device of the target, or of the draft. Raises `UsageError` for one that is not there."""
     import torch
 
-    flag, name, n_layers = "--device", model.device, model.n_gpu_layers
+    flag, layers_flag, name, n_layers = "--device", "--gpu-layers", model.device, model.n_gpu_layers
     if draft is not None:
-        flag = "--spec-draft-device" if draft.device else flag
-        name = draft.device or name
-        n_layers = draft.n_gpu_layers if draft.n_gpu_layers != "auto" else n_layers
+        if draft.device:
+            flag, name = "--spec-draft-device", draft.device
+        if draft.n_gpu_layers != "auto":
+            layers_flag, n_layers = "--spec-draft-ngl", draft.n_gpu_layers
     if name == "none" or n_layers == "0":
         return torch.device("cpu")
     known = devices()
+    is_own = draft is None or layers_flag == "--spec-draft-ngl"
+    if n_layers != "auto" and is_own:
+        _report_layers(layers_flag, n_layers, has_gpu=len(known) > 1)
     if name is None:
-        return torch.device(known[-1])
+        return torch.device(_default_device(known, model.main_gpu))
+    return torch.device(_known_device(flag, name, known))
+
+
+def _report_layers(flag: str, n_layers: str, *, has_gpu: bool) -> None:
+    if not has_gpu:
+        log.warning("%s %s: no usable GPU found; the model stays on the CPU", flag, n_layers)
+    elif n_layers != "all":
+        log.warning("%s %s: the whole model goes to the accelerator", flag, n_layers)
+
+
+def _default_device(known: list[str], main_gpu: int) -> str:
+    if main_gpu == 0:
+        return known[-1]
+    if f"cuda:{main_gpu}" not in known:
+        raise UsageError(f"--main-gpu: {unknown_name('device', f'cuda:{main_gpu}', known)}")
+    return f"cuda:{main_gpu}"
+
+
+def _known_device(flag: str, names: str, known: list[str]) -> str:
+    """The first of a comma list; llama.cpp's `CUDA0` is `cuda:0`."""
+    name, *others = (re.sub(r"^cuda(\d)", r"cuda:\1", n.lower()) for n in names.split(","))
+    if others:
+        log.warning("%s %s: a model lies on one device; using %s", flag, names, name)
     if name not in known and f"{name}:0" not in known:
         raise UsageError(f"{flag}: {unknown_name('device', name, known)}")
-    return torch.device(name)
+    return name
 
 
 def devices() -> list[str]:
@@ -157,6 +235,18 @@ def devices() -> list[str]:
         names.append("mps")
     names += [f"cuda:{i}" for i in reversed(range(torch.cuda.device_count()))]
     return names
+
+
+def describe_device(name: str) -> str:
+    """What the device of that name is."""
+    import platform
+
+    import torch
+
+    if name.startswith("cuda"):
+        memory = torch.cuda.get_device_properties(name).total_memory
+        return f"{torch.cuda.get_device_name(name)} ({memory / 2**20:.0f} MiB)"
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def set_threads(n_threads: int) -> None:

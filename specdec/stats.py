@@ -123,6 +123,25 @@ class Statistics:
                 sums[position] += count
         return [count / drafts for count in sums]
 
+    def timings(self) -> Mapping[str, float]:
+        """Plain numbers for JSON under llama-server's names, and where the time of rounds went."""
+        predicted_ms = self.generate_seconds * 1000
+        prompt_ms = self.prompt_seconds * 1000
+        return {
+            "prompt_n": self.n_prompt,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / self.n_prompt if self.n_prompt else 0.0,
+            "prompt_per_second": self.prompt_speed,
+            "predicted_n": self.emitted,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": predicted_ms / self.emitted if self.emitted else 0.0,
+            "predicted_per_second": self.generate_speed,
+            "draft_ms": self.draft_seconds * 1000,
+            "target_ms": self.target_seconds * 1000,
+            "verify_ms": self.verify_seconds * 1000,
+            "observe_ms": self.observe_seconds * 1000,
+        }
+
     def as_mapping(self) -> Mapping[str, object]:
         """Plain numbers for JSON: the `speculation` object of a result."""
         return {

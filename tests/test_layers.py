@@ -37,9 +37,11 @@ LAYERS = {
     "generate": 4,
     "stats": 4,
     "stops": 4,
+    "trace": 5,
     "engine": 5,
     "describe": 5,
     "describe_draft": 5,
+    "check": 6,
 }
 """Top-level module or package of specdec -> layer; a module imports from its own layer or below."""
 MODULES = sorted((ROOT / "specdec").rglob("*.py"))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from specdec_cli.flags import Flag, Panel
+from specdec_cli.flags import Flag, Panel, parse_float
+from specdec_cli.flags.values import comma_list
 
 
 def parse_rope_scale(text: str) -> float:
     """A context expansion factor, stored as the frequency factor that is its inverse."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"'{text}' is not a number") from None
+    value = parse_float(text)
     if not value > 0:
         raise ValueError(f"must be greater than 0, got {text}")
     return 1.0 / value
+
+
+def parse_overrides(text: str) -> tuple[str, ...]:
+    """`KEY=TYPE:VALUE,...`, each of them checked."""
+    from specdec.resources import parse_override
+
+    parts = comma_list(text)
+    for part in parts:
+        parse_override(part)
+    return parts
 
 
 MODEL = Panel(
@@ -33,6 +41,12 @@ MODEL = Panel(
             "LLAMA_ARG_HF_FILE",
         ),
         Flag("model.hf_token", ("--hf-token", "-hft"), "Token for the hub.", "HF_TOKEN"),
+        Flag(
+            "model.url",
+            ("--model-url", "-mu"),
+            "Address to download the target from.",
+            "LLAMA_ARG_MODEL_URL",
+        ),
         Flag("model.offline", ("--offline",), "Use downloaded files only.", "LLAMA_ARG_OFFLINE"),
         Flag(
             "model.n_ctx",
@@ -68,8 +82,9 @@ MODEL = Panel(
             "model.override_kv",
             ("--override-kv",),
             "Override metadata, KEY=TYPE:VALUE,... with TYPE int, float, bool or str.",
-            parse=lambda text: tuple(text.split(",")),
+            parse=parse_overrides,
             appends=True,
+            metavar="KEY=TYPE:VALUE",
         ),
         Flag("model.check_tensors", ("--check-tensors",), "Look for invalid values while loading."),
         Flag(
@@ -95,7 +110,16 @@ MODEL = Panel(
             ("--gpu-layers", "-ngl", "--n-gpu-layers"),
             "0 = the CPU, anything else = the whole model on the accelerator.",
             "LLAMA_ARG_N_GPU_LAYERS",
+            metavar="N|auto|all",
         ),
+        Flag(
+            "model.main_gpu",
+            ("--main-gpu", "-mg"),
+            "CUDA device that is taken when --device names none.",
+            "LLAMA_ARG_MAIN_GPU",
+        ),
+        Flag("", ("--list-devices",), "Print the devices and exit.", kind="action"),
+        Flag("", ("--cache-list", "-cl"), "Print the downloaded models and exit.", kind="action"),
     ),
 )
 

@@ -18,16 +18,13 @@ def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
 
 def parse_seed(text: str) -> int:
     """An unsigned number, or -1 for a random seed."""
-    if not text.lstrip("-").isdigit():
+    if not text.removeprefix("-").isdecimal():
         raise ValueError(f"'{text}' is not a whole number")
     return int(text)
 
 
 def _float(field: str, *names: str, text: str, env: str | None = None) -> Flag:
     return Flag(f"sampling.{field}", names, text, f"LLAMA_ARG_{env}" if env else None)
-
-
-GRAMMAR = "grammars are not supported yet; remove the flag"
 
 
 SAMPLING = Panel(
@@ -112,15 +109,6 @@ SAMPLING = Panel(
             parse=parse_logit_bias,
             appends=True,
             metavar="ID+BIAS",
-        ),
-        *(
-            Flag("", names, "Refused; not supported yet.", kind="refused", advice=GRAMMAR)
-            for names in (
-                ("--grammar",),
-                ("--grammar-file",),
-                ("--json-schema", "-j"),
-                ("--json-schema-file", "-jf"),
-            )
         ),
     ),
 )

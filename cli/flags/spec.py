@@ -1,13 +1,10 @@
-"""Rows for speculative decoding (flag notes, sections 3, 4 and 10)."""
+"""Rows for speculative decoding (flag notes, sections 3 and 4)."""
 
 from __future__ import annotations
 
 from specdec.errors import unknown_name
 from specdec.options import SPEC_TYPES
-from specdec_cli.flags import Flag, Panel
-
-ONE_POOL = "torch has one pool of threads, see --threads"
-PLACEMENT = "the operating system places the threads"
+from specdec_cli.flags import Flag, Panel, parse_float
 
 
 def parse_types(text: str) -> tuple[str, ...]:
@@ -22,29 +19,17 @@ def parse_types(text: str) -> tuple[str, ...]:
 def parse_rates(text: str) -> tuple[float, ...]:
     """A comma list of numbers."""
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(parse_float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"'{text}' is not a comma list of numbers") from None
 
 
 def parse_synth_len(text: str) -> float:
     """A number of at least 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"'{text}' is not a number") from None
+    value = parse_float(text)
     if not value >= 1:
         raise ValueError(f"must be at least 1, got {text}")
     return value
-
-
-def _no_op(name: str, *others: str, why: str, env: str | None = None, **more: object) -> Flag:
-    return Flag("", (name, *others), f"Accepted; {why}.", env, kind="no-op", advice=why, **more)  # type: ignore[arg-type]
-
-
-def _removed(*names: str, advice: str, env: str | None = None) -> Flag:
-    text = f"the argument has been removed. {advice}"
-    return Flag("", names, "Removed.", env, kind="removed", advice=text)
 
 
 DRAFT = Panel(
@@ -124,6 +109,7 @@ DRAFT = Panel(
             "Benchmark: accept at random so that a round emits this many tokens on average.",
             "LLAMA_ARG_SPEC_SYNTH_LEN",
             parse=parse_synth_len,
+            metavar="N",
         ),
         Flag(
             "spec.synth_rates",
@@ -192,29 +178,6 @@ NGRAM = Panel(
             "spec.ngram_cache.dynamic_path",
             ("--lookup-cache-dynamic", "-lcd"),
             "ngram-cache: statistics of earlier runs, read and written back.",
-        ),
-    ),
-)
-
-REMOVED = Panel(
-    "Removed",
-    (
-        _removed(
-            "--draft",
-            "--draft-n",
-            "--draft-max",
-            advice="use --spec-draft-n-max or --spec-ngram-mod-n-max",
-            env="LLAMA_ARG_DRAFT_MAX",
-        ),
-        _removed(
-            "--draft-min",
-            "--draft-n-min",
-            advice="use --spec-draft-n-min or --spec-ngram-mod-n-min",
-            env="LLAMA_ARG_DRAFT_MIN",
-        ),
-        *(
-            _removed(f"--spec-ngram-{what}", advice=f"use the respective --spec-ngram-*-{what}")
-            for what in ("size-n", "size-m", "min-hits")
         ),
     ),
 )

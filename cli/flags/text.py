@@ -1,33 +1,30 @@
-"""Rows for prompt, chat, output and logging (flag notes, sections 8 and 9)."""
+"""Rows for prompt and chat (flag notes, section 8)."""
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from specdec_cli.flags import Flag, Panel
+from specdec_cli.flags.values import json_object, text_file
+
+log = logging.getLogger("specdec_cli")
+
+DEPRECATED_VARIABLES = {
+    "enable_thinking": "--reasoning on or --reasoning off",
+    "preserve_reasoning": "--reasoning-preserve",
+}
+"""Template variables that llama.cpp has flags for."""
 
 
-def parse_json_object(text: str) -> Mapping[str, Any]:
-    """A JSON object."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"'{text}' is not JSON: {error.msg}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"'{text}' is not a JSON object")
+def template_variables(text: str) -> Mapping[str, Any]:
+    """A JSON object; variables that have a flag of their own get a warning."""
+    value = json_object(text)
+    for name, flag in DEPRECATED_VARIABLES.items():
+        if name in value:
+            log.warning("--chat-template-kwargs: %s is deprecated; use %s", name, flag)
     return value
-
-
-def read_text(text: str) -> str:
-    """The text in a file, without one trailing newline."""
-    try:
-        return Path(text).read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"cannot read {text}: {reason}") from None
 
 
 PROMPT = Panel(
@@ -43,8 +40,14 @@ PROMPT = Panel(
         Flag(
             "generate.conversation",
             ("--conversation", "-cnv"),
-            "Wrap the prompt by the chat template; on if the model has one.",
+            "Apply the chat template and go on asking; the template alone if not given.",
             off=("--no-conversation", "-no-cnv"),
+        ),
+        Flag("generate.single_turn", ("--single-turn", "-st"), "One reply, then exit."),
+        Flag(
+            "generate.multiline",
+            ("--multiline-input", "-mli"),
+            "Typed messages go on until a line that ends with a backslash.",
         ),
         Flag(
             "generate.n_predict",
@@ -76,7 +79,7 @@ CHAT = Panel(
             "chat.system_prompt",
             ("--system-prompt-file", "-sysf"),
             "System turn from a file.",
-            parse=read_text,
+            parse=text_file,
             metavar="FILE",
         ),
         Flag(
@@ -90,7 +93,7 @@ CHAT = Panel(
             ("--chat-template-file",),
             "The same from a file.",
             "LLAMA_ARG_CHAT_TEMPLATE_FILE",
-            parse=read_text,
+            parse=text_file,
             metavar="FILE",
         ),
         Flag(
@@ -98,7 +101,7 @@ CHAT = Panel(
             ("--chat-template-kwargs",),
             "Extra template variables, a JSON object.",
             "LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
-            parse=parse_json_object,
+            parse=template_variables,
             metavar="JSON",
         ),
         Flag(
@@ -113,52 +116,12 @@ CHAT = Panel(
             "How much; handed to the template.",
             "LLAMA_ARG_REASONING_EFFORT",
         ),
-    ),
-)
-
-OUTPUT = Panel(
-    "Output",
-    (
         Flag(
-            "output.display_prompt",
-            ("--display-prompt",),
-            "Print the prompt before the reply.",
-            off=("--no-display-prompt",),
-        ),
-        Flag(
-            "output.show_timings",
-            ("--show-timings",),
-            "Print speed and speculation statistics on stderr.",
-            "LLAMA_ARG_SHOW_TIMINGS",
-            off=("--no-show-timings",),
-        ),
-        Flag("output.file", ("--output", "-o", "--output-file"), "Write the reply to a file too."),
-        Flag("output.color", ("--color", "-co"), "Colours."),
-        Flag(
-            "output.verbosity",
-            ("--verbosity", "-lv", "--log-verbosity"),
-            "0 output, 1 error, 2 warning, 3 info, 4 trace, 5 debug.",
-            "LLAMA_ARG_LOG_VERBOSITY",
-        ),
-        Flag(
-            "",
-            ("--verbose", "-v", "--log-verbose"),
-            "Everything, with tracebacks.",
-            kind="preset",
-            values={"output.verbosity": 5},
-        ),
-        Flag(
-            "",
-            ("--log-disable",),
-            "No messages.",
-            kind="preset",
-            values={"output.verbosity": 0},
-        ),
-        Flag(
-            "output.log_file",
-            ("--log-file",),
-            "Write messages to a file as well.",
-            "LLAMA_ARG_LOG_FILE",
+            "chat.jinja",
+            ("--jinja",),
+            "Run Jinja templates; off = built-in ones only.",
+            "LLAMA_ARG_JINJA",
+            off=("--no-jinja",),
         ),
     ),
 )

@@ -10,7 +10,8 @@ import pytest
 from specdec.errors import UsageError
 from specdec.options import RANDOM_SEED, Options, leaves
 from specdec_cli.argv import normalise
-from specdec_cli.flags import Flag, Given, collect
+from specdec_cli.flags import Flag
+from specdec_cli.given import Given, collect
 from specdec_cli.main import COMMANDS
 from specdec_cli.run import PANELS
 
@@ -22,18 +23,18 @@ LIBRARY_ONLY: set[str] = set()
 def given(words: str | list[str], environ: dict[str, str] | None = None) -> Given:
     """What the rows make of a command line, without Typer in between."""
     words = words.split() if isinstance(words, str) else words
-    normal, order = normalise(words, FLAGS)
+    normal = normalise(words, FLAGS)
     by_name = {name: flag for flag in FLAGS for name in (*flag.names, *flag.off)}
     found: dict[Flag, object] = {}
-    rest = iter(normal)
+    rest = iter(normal.words)
     for name in rest:
         flag = by_name[name]
         value: object = next(rest) if flag.takes_value else name in flag.names
         if flag.takes_value and flag.appends:
             value = [*found.get(flag, []), value]  # type: ignore[misc]
         found[flag] = value
-    ordered = dict(sorted(found.items(), key=lambda item: order[item[0].parameter]))
-    return collect(FLAGS, ordered, environ or {})
+    ordered = dict(sorted(found.items(), key=lambda item: normal.place(item[0].parameter)))
+    return collect(FLAGS, ordered, environ or {}, normal.spelled)
 
 
 def options(words: str | list[str], environ: dict[str, str] | None = None) -> Options:
@@ -41,7 +42,7 @@ def options(words: str | list[str], environ: dict[str, str] | None = None) -> Op
 
 
 def test_every_option_has_a_flag() -> None:
-    every = [flag for panels in COMMANDS.values() for panel in panels for flag in panel.flags]
+    every = [flag for command in COMMANDS.values() for flag in command.flags]
     bound = {flag.path for flag in every} | {path for flag in every for path in flag.values}
     assert set(leaves()) - bound == LIBRARY_ONLY
 
@@ -118,8 +119,8 @@ def test_missing_value() -> None:
         ("--chat-template-kwargs []", "not a JSON object"),
         ("--draft 5", "has been removed. use --spec-draft-n-max or --spec-ngram-mod-n-max"),
         ("--spec-ngram-size-n 5", "use the respective --spec-ngram-[*]-size-n"),
-        ("--grammar x", "grammars are not supported yet"),
-        ("--override-kv nonsense --spec-synth-rates 0.5,x", "not a comma list of numbers"),
+        ("--override-kv nonsense", "is not KEY=TYPE:VALUE"),
+        ("--spec-synth-rates 0.5,x", "not a comma list of numbers"),
     ],
 )
 def test_bad_values(words: str, message: str) -> None:
