@@ -1,4 +1,4 @@
-"""Writes tiny drafts of the DFlash family for the targets of `tiny`, with random weights.
+"""Writes tiny drafts (DFlash family, EAGLE-3) for the targets of `tiny`, with random weights.
 
 Every piece of metadata and every tensor can be replaced or left out, so that faulty files are one
 argument away. A new head is one function in `HEADS`.
@@ -107,6 +107,70 @@ def _trunk(n_embd: int, n_layer: int, n_taps: int) -> Parts:
             }.items()
         }
     return parts
+
+
+def write_eagle3(
+    path: Path,
+    *,
+    seed: int = 0,
+    n_embd: int = 32,
+    n_embd_target: int = 32,
+    target_layers: tuple[int, ...] = (0, 2, 1),
+    norm_before_fc: bool = False,
+    d2t: tuple[int, ...] = (),
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray | None] | None = None,
+    has_vocabulary: bool = True,
+) -> Path:
+    """An EAGLE-3 draft; returns ``path``.
+
+    A width ``n_embd`` that is not the target's brings embeddings and an output of its own; ``d2t``
+    makes a reduced vocabulary. ``metadata`` and ``tensors`` replace or add entries; None leaves one
+    out.
+    """
+    head_dim, n_ff, n_features = 8, 2 * n_embd, 3 * n_embd_target
+    keys = {
+        "context_length": 512,
+        "embedding_length": n_embd,
+        "block_count": 1,
+        "feed_forward_length": n_ff,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+        "target_layers": list(target_layers),
+        "target_hidden_size": n_embd_target,
+        "norm_before_fc": norm_before_fc,
+    }
+    parts = Parts({f"eagle3.{name}": value for name, value in keys.items()})
+    parts.shapes = {
+        "fc.weight": (n_embd, n_features),
+        "output_norm.weight": (n_embd,),
+        "blk.0.attn_norm.weight": (n_embd,),
+        "blk.0.attn_norm_2.weight": (n_embd,),
+        "blk.0.attn_q.weight": (4 * head_dim, 2 * n_embd),
+        "blk.0.attn_k.weight": (2 * head_dim, 2 * n_embd),
+        "blk.0.attn_v.weight": (2 * head_dim, 2 * n_embd),
+        "blk.0.attn_output.weight": (n_embd, 4 * head_dim),
+        "blk.0.ffn_norm.weight": (n_embd,),
+        "blk.0.ffn_gate.weight": (n_ff, n_embd),
+        "blk.0.ffn_up.weight": (n_ff, n_embd),
+        "blk.0.ffn_down.weight": (n_embd, n_ff),
+    }
+    if norm_before_fc:
+        parts.shapes["enc.output_norm.weight"] = (n_features,)
+    if n_embd != n_embd_target:
+        parts.shapes["token_embd.weight"] = (N_VOCAB, n_embd)
+    if d2t or n_embd != n_embd_target:
+        parts.shapes["output.weight"] = (len(d2t) or N_VOCAB, n_embd)
+    weights = _weights(parts, seed)
+    if d2t:
+        weights["d2t"] = np.array(d2t, dtype=np.int64)
+    everything = parts.metadata | dict(metadata or {}), weights | dict(tensors or {})
+    _write(path, *everything, has_vocabulary, "eagle3")
+    return path
 
 
 DSPARK_RANK = 6
@@ -224,8 +288,9 @@ def _write(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray | None],
     has_vocabulary: bool,
+    architecture: str = "dflash",
 ) -> None:
-    writer = gguf.GGUFWriter(path, "dflash")
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)

@@ -17,6 +17,7 @@ DRAFTERS = Registry(
         "ngram-mod": "specdec.drafters.ngram_mod:build",
         "ngram-cache": "specdec.drafters.ngram_cache:build",
         "draft-simple": "specdec.drafters.draft_model:build",
+        "draft-eagle3": "specdec.drafters.eagle3:build",
         "draft-dflash": "specdec.drafters.dflash:build",
         "draft-dspark": "specdec.drafters.dflash:build",
         "draft-dflash2": "specdec.drafters.dflash:build",

@@ -14,6 +14,7 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.compatibility import check_vocabulary
 from specdec.drafters.dflash import head_of
 from specdec.drafters.dflash.validate import check_draft
+from specdec.drafters.eagle3_validate import check_eagle3
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
@@ -135,5 +136,7 @@ def _check_draft(
     if name == "draft-simple":
         check_architecture(draft_file)
         check_vocabulary(target_file, draft_file)
+    if name == "draft-eagle3":
+        check_eagle3(target_file, draft_file)
     if name in DFLASH_TYPES:
         check_draft(target_file, draft_file, spec.draft)

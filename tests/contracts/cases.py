@@ -77,6 +77,14 @@ def _dflash2_lucky(path: Path) -> Path:
     return tiny_drafts.write_dflash(path, head="draft-dflash2", d2t=_common_tokens(), window=9)
 
 
+def _eagle3(path: Path) -> Path:
+    return tiny_drafts.write_eagle3(path, norm_before_fc=True)
+
+
+def _eagle3_lucky(path: Path) -> Path:
+    return tiny_drafts.write_eagle3(path, n_embd=24, d2t=_common_tokens())
+
+
 def _common_tokens() -> tuple[int, ...]:
     """The two tokens that plain decoding emits most: a draft of these is right now and then."""
     target, cache = tiny_target(), tiny_target().new_cache(N_CTX)
@@ -103,6 +111,9 @@ CASES = (
     Case("draft-dflash2", ("draft-dflash2",), _dflash2),
     Case("draft-dflash2-lucky", ("draft-dflash",), _dflash2_lucky),
     Case("draft-dflash2-sampled", ("draft-dflash2",), _dflash2, sampled=True),
+    Case("draft-eagle3", ("draft-eagle3",), _eagle3),
+    Case("draft-eagle3-lucky", ("draft-eagle3",), _eagle3_lucky),
+    Case("draft-eagle3-sampled", ("draft-eagle3",), _eagle3, sampled=True),
     Case("mixed", ("draft-simple", "ngram-cache", "ngram-mod"), _liar, follows_rounds=True),
 )
 DETERMINISTIC = tuple(case for case in CASES if not case.sampled)

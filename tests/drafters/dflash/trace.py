@@ -38,6 +38,9 @@ TARGETS = {
     "dspark_noconf": "tgt_llama",
     "dspark_accepted": "tgt_markovian",
     "lilicorr_proj": "tgt_llama",
+    "eagle3_plain": "tgt_llama",
+    "eagle3_opts": "tgt_llama",
+    "eagle3_accepted": "tgt_markovian",
 }
 """Targets of the recordings that are not on `tgt_qwen3`."""
 
@@ -53,14 +56,15 @@ def _folders() -> list[Path]:
     return [DATA, *([Path(more)] if more else [])]
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """The file of that name among the recordings."""
     return next(path for folder in _folders() if (path := folder / name).exists())
 
 
 @functools.cache
 def target_of(name: str) -> Target:
     """The target of a recording, with real weights."""
-    with GGUFFile.open(_path(TARGETS.get(name, "tgt_qwen3") + ".gguf")) as file:
+    with GGUFFile.open(path_of(TARGETS.get(name, "tgt_qwen3") + ".gguf")) as file:
         return load_target(file)
 
 
@@ -88,9 +92,9 @@ class Trace:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        with np.load(_path(name + ".npz")) as recorded:
+        with np.load(path_of(name + ".npz")) as recorded:
             self.values = dict(recorded)
-        self.file = GGUFFile.open(_path(name + ".gguf"))
+        self.file = GGUFFile.open(path_of(name + ".gguf"))
         self.model: DFlashModel = load(self.file, target_of(name))
 
     @property
