@@ -88,12 +88,12 @@ class Eagle3Decoder(nn.Module):
         self._normed_taps = [is_normed and tap == target.config.n_layer for tap in self.taps]
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """The states g [T, D] of the target's taps [T, 3, D_target]."""
+        """The states g [T, D] of the target's taps [T, 3, D_target], on the target's device."""
         taps = [
             self._final_norm[0](hidden[:, slot]) if is_normed else hidden[:, slot]
             for slot, is_normed in enumerate(self._normed_taps)
         ]
-        features = torch.cat(taps, dim=-1)
+        features = torch.cat(taps, dim=-1).to(self.fc.weight.device)
         if hasattr(self, "enc"):
             features = self.enc["output_norm"](features)
         return self.fc(features)  # type: ignore[no-any-return]
@@ -170,7 +170,7 @@ class Eagle3Drafter:
         """Encodes the taps [T, 3, D_target] of T tokens and writes the pairs they complete."""
         assert hidden is not None
         model, waiting = self.model, self._waiting()
-        states = model.decoder.encode(hidden.to(model.device))
+        states = model.decoder.encode(hidden)
         completing = tokens[1 - waiting.shape[0] :]
         if completing.shape[0]:
             embeddings = model.vocabulary.embed(completing.to(model.device))

@@ -111,7 +111,6 @@ CASES = (
     Case("draft-dflash2", ("draft-dflash2",), _dflash2),
     Case("draft-dflash2-lucky", ("draft-dflash",), _dflash2_lucky),
     Case("draft-dflash2-sampled", ("draft-dflash2",), _dflash2, sampled=True),
-    Case("draft-eagle3", ("draft-eagle3",), _eagle3),
     Case("draft-eagle3-lucky", ("draft-eagle3",), _eagle3_lucky),
     Case("draft-eagle3-sampled", ("draft-eagle3",), _eagle3, sampled=True),
     Case("mixed", ("draft-simple", "ngram-cache", "ngram-mod"), _liar, follows_rounds=True),
