@@ -179,7 +179,11 @@ class Eagle3Drafter:
         self._states.advance(states.shape[0])
 
     def draft(self, last_token: int, room: int) -> Draft:
-        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`."""
+        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`.
+
+        Drafts shorter than `n_min` are dropped if they are greedy and it is not for lack of room. A
+        drawn draft stands: to drop it for what was drawn would favour the other tokens.
+        """
         length, state = min(self.n_max, room), self._waiting()
         if not state.shape[0]:
             return Draft()
@@ -196,8 +200,8 @@ class Eagle3Drafter:
             picks.append(pick)
             token = pick.token
         self._cache.truncate(start)
-        # As if there were room for `n_max` tokens.
-        if end != "room" and len(picks) < self.options.n_min:
+        is_short = end != "room" and len(picks) < self.options.n_min
+        if is_short and not self._sampler.samples:
             return Draft(end="n_min")
         return Draft([pick.token for pick in picks], as_candidates(picks), end)
 

@@ -173,6 +173,16 @@ def test_n_min_counts_before_the_cut_to_the_room(make: Any, target: Target) -> N
     assert len(drafter.draft(105, 2).tokens) == 2
 
 
+def test_drawn_drafts_are_not_dropped_for_being_short(make: Any, target: Target) -> None:
+    options = DraftOptions(n_max=8, n_min=8, p_min=0.3, sampling="probabilistic")
+    drafter, lengths = make(options), set()
+    for seed in range(8):
+        drafter.begin(SamplingOptions(temp=0.8, seed=seed))
+        show(target, drafter, TEXT)
+        lengths |= {len(drafter.draft(token, 8).tokens) for token in range(20, 40)}
+    assert lengths & set(range(1, 8))
+
+
 def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
     make: Any, target: Target
 ) -> None:
