@@ -30,6 +30,7 @@ def write_dflash(
     path: Path,
     *,
     head: str = "draft-dflash",
+    backbone: str = "base",
     seed: int = 0,
     n_embd: int = 32,
     n_layer: int = 2,
@@ -41,12 +42,12 @@ def write_dflash(
     tensors: Mapping[str, np.ndarray | None] | None = None,
     has_vocabulary: bool = True,
 ) -> Path:
-    """A draft with ``head``; returns ``path``.
+    """A draft with ``head`` on ``backbone``; returns ``path``.
 
     ``window`` is that of the first layer; ``d2t`` makes a reduced vocabulary with its own output.
     ``metadata`` and ``tensors`` replace or add entries; None leaves one out.
     """
-    parts = _trunk(n_embd, n_layer, len(target_layers))
+    parts = BACKBONES[backbone](n_embd, n_layer, len(target_layers))
     parts.metadata |= {
         "dflash.block_size": block_size,
         "dflash.target_layers": list(target_layers),
@@ -173,6 +174,82 @@ def write_eagle3(
     return path
 
 
+def _deepseek4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
+    n_head, head_dim, q_rank, n_groups, rank, n_expert, n_ff = 4, 12, 10, 2, 8, 4, 16
+    n_streams = 4
+    parts = Parts()
+    for name, value in (
+        ("context_length", 512),
+        ("embedding_length", n_embd),
+        ("block_count", n_layer),
+        ("attention.head_count", n_head),
+        ("attention.head_count_kv", 1),
+        ("attention.key_length", head_dim),
+        ("attention.value_length", head_dim),
+        ("attention.layer_norm_rms_epsilon", 1e-5),
+        ("attention.sliding_window", 9),
+        ("attention.q_lora_rank", q_rank),
+        ("attention.output_group_count", n_groups),
+        ("attention.output_lora_rank", rank),
+        ("rope.freq_base", 10000.0),
+        ("rope.dimension_count", 8),
+        ("hyper_connection.count", n_streams),
+        ("hyper_connection.sinkhorn_iterations", 3),
+        ("hyper_connection.epsilon", 1e-6),
+        ("expert_count", n_expert),
+        ("expert_used_count", 2),
+        ("expert_shared_count", 1),
+        ("expert_feed_forward_length", n_ff),
+        ("expert_weights_scale", 1.5),
+        ("expert_weights_norm", True),
+        ("expert_gating_func", 4),
+        ("swiglu_clamp_exp", 2.0),
+    ):
+        parts.metadata[f"dflash.{name}"] = value
+    parts.shapes = {
+        "fc.weight": (n_embd, n_taps * n_embd),
+        "enc.output_norm.weight": (n_embd,),
+        "output_norm.weight": (n_embd,),
+        "output_hc_fn.weight": (n_streams, n_streams * n_embd),
+        "output_hc_base.weight": (n_streams,),
+        "output_hc_scale.weight": (1,),
+    }
+    n_mix = (2 + n_streams) * n_streams
+    for layer in range(n_layer):
+        shapes = {
+            "attn_norm": (n_embd,),
+            "attn_sinks": (n_head,),
+            "attn_q_a": (q_rank, n_embd),
+            "attn_q_a_norm": (q_rank,),
+            "attn_q_b": (n_head * head_dim, q_rank),
+            "attn_kv": (head_dim, n_embd),
+            "attn_kv_a_norm": (head_dim,),
+            "attn_output_a": (n_groups * rank, n_head * head_dim // n_groups),
+            "attn_output_b": (n_embd, n_groups * rank),
+            "ffn_norm": (n_embd,),
+            "ffn_gate_inp": (n_expert, n_embd),
+            "ffn_gate_exps": (n_expert, n_ff, n_embd),
+            "ffn_up_exps": (n_expert, n_ff, n_embd),
+            "ffn_down_exps": (n_expert, n_embd, n_ff),
+            "ffn_gate_shexp": (n_ff, n_embd),
+            "ffn_up_shexp": (n_ff, n_embd),
+            "ffn_down_shexp": (n_embd, n_ff),
+        }
+        for branch in ("attn", "ffn"):
+            shapes[f"hc_{branch}_fn"] = (n_mix, n_streams * n_embd)
+            shapes[f"hc_{branch}_base"] = (n_mix,)
+            shapes[f"hc_{branch}_scale"] = (3,)
+        parts.shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+        parts.shapes[f"blk.{layer}.exp_probs_b.bias"] = (n_expert,)
+    return parts
+
+
+BACKBONES: dict[str, Callable[[int, int, int], Parts]] = {
+    "base": _trunk,
+    "deepseek4": _deepseek4,
+}
+"""Name -> the trunk's metadata and tensor shapes, given width, layers and taps."""
+
 DSPARK_RANK = 6
 
 
@@ -207,6 +284,17 @@ def _dspark(parts: Parts, n_embd: int, n_rows: int) -> None:
         "markov_w2.weight": (n_rows, DSPARK_RANK),
         "conf_proj.weight": (1, n_embd + DSPARK_RANK),
         "conf_proj.bias": (1,),
+    }
+
+
+def joint_projection(name: str, n_embd: int = 32) -> dict[str, np.ndarray]:
+    """The tensors that make the chain of a DSpark draft a gated one, under the name ``name``."""
+    random = np.random.default_rng(7)
+    weight = random.standard_normal((3 * DSPARK_RANK, n_embd + 2 * DSPARK_RANK)) / 3
+    bias = random.standard_normal(3 * DSPARK_RANK)
+    return {
+        f"{name}.weight": weight.astype(np.float32),
+        f"{name}.bias": bias.astype(np.float32),
     }
 
 

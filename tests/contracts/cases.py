@@ -85,6 +85,45 @@ def _eagle3_lucky(path: Path) -> Path:
     return tiny_drafts.write_eagle3(path, n_embd=24, d2t=_common_tokens())
 
 
+def _dspark(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-dspark")
+
+
+def _dspark_bonus(path: Path) -> Path:
+    """Drafts from the second slot on and says nothing about its confidence."""
+    return tiny_drafts.write_dflash(
+        path,
+        head="draft-dspark",
+        block_size=4,
+        metadata={"dflash.sample_from_anchor": False},
+        tensors={"conf_proj.weight": None, "conf_proj.bias": None},
+    )
+
+
+def _dspark_gated(path: Path) -> Path:
+    return tiny_drafts.write_dflash(
+        path, head="draft-dspark", block_size=7, tensors=tiny_drafts.joint_projection("joint_proj")
+    )
+
+
+def _dspark_lucky(path: Path) -> Path:
+    return tiny_drafts.write_dflash(
+        path, head="draft-dspark", d2t=_common_tokens(), window=5, seed=2
+    )
+
+
+def _dspark_deepseek4(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-dspark", backbone="deepseek4")
+
+
+def _lilicorr(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-lilicorr", window=6)
+
+
+def _lilicorr_lucky(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-lilicorr", block_size=4, d2t=_common_tokens())
+
+
 def _common_tokens() -> tuple[int, ...]:
     """The two tokens that plain decoding emits most: a draft of these is right now and then."""
     target, cache = tiny_target(), tiny_target().new_cache(N_CTX)
@@ -113,6 +152,15 @@ CASES = (
     Case("draft-dflash2-sampled", ("draft-dflash2",), _dflash2, sampled=True),
     Case("draft-eagle3-lucky", ("draft-eagle3",), _eagle3_lucky),
     Case("draft-eagle3-sampled", ("draft-eagle3",), _eagle3, sampled=True),
+    Case("draft-dspark", ("draft-dspark",), _dspark),
+    Case("draft-dspark-bonus", ("draft-dspark",), _dspark_bonus),
+    Case("draft-dspark-gated", ("draft-dspark",), _dspark_gated),
+    Case("draft-dspark-lucky", ("draft-dflash",), _dspark_lucky),
+    Case("draft-dspark-sampled", ("draft-dspark",), _dspark_gated, sampled=True),
+    Case("draft-dspark-deepseek4", ("draft-dspark",), _dspark_deepseek4),
+    Case("draft-lilicorr", ("draft-lilicorr",), _lilicorr),
+    Case("draft-lilicorr-lucky", ("draft-dflash",), _lilicorr_lucky),
+    Case("draft-lilicorr-sampled", ("draft-lilicorr",), _lilicorr, sampled=True),
     Case("mixed", ("draft-simple", "ngram-cache", "ngram-mod"), _liar, follows_rounds=True),
 )
 DETERMINISTIC = tuple(case for case in CASES if not case.sampled)

@@ -164,7 +164,10 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
     assert statistics.acceptance_length == 5.0
 
 
-@pytest.mark.parametrize("id_", ["draft-dflash-lucky", "draft-dflash2-lucky"])
+LUCKY = [case.id for case in CASES if case.id.endswith("-lucky")]
+
+
+@pytest.mark.parametrize("id_", LUCKY)
 def test_a_lucky_draft_is_accepted_now_and_then(id_: str) -> None:
     case = next(case for case in CASES if case.id == id_)
     statistics = agree(tiny_target(), case, 4, SAMPLING["greedy"], Limits(N_CTX, n_predict=60))

@@ -91,34 +91,3 @@ first is what `conf_proj` suggests and the others are near variants."""
 def joint_projection(file: GGUFFile) -> str:
     """The name of the joint projection in a DSpark file; empty if its chain is not gated."""
     return next((name for name in JOINT_PROJECTIONS if f"{name}.weight" in file.tensors), "")
-
-
-@dataclass(frozen=True, slots=True)
-class LiliCorrSizes:
-    """Sizes and factors of a LiliCorr scorer."""
-
-    width: int
-    """D', the width of its states."""
-    n_candidates: int
-    """C, candidates per slot."""
-    n_head: int
-    n_layer: int
-    n_ff: int
-    n_factor: int
-    """Width of the vectors whose products are scores."""
-    vector_eps: float
-    logit_scale: float
-
-
-def read_lilicorr_sizes(file: GGUFFile) -> LiliCorrSizes:
-    """The scorer's keys, which have no architecture prefix; all are needed."""
-    return LiliCorrSizes(
-        width=file.get_int("lilicorr.hidden_size"),
-        n_candidates=file.get_int("lilicorr.candidate_topk"),
-        n_head=file.get_int("lilicorr.num_heads"),
-        n_layer=file.get_int("lilicorr.num_layers"),
-        n_ff=file.get_int("lilicorr.mlp_hidden_size"),
-        n_factor=file.get_int("lilicorr.factor_dim"),
-        vector_eps=file.get_float("lilicorr.vector_eps"),
-        logit_scale=file.get_float("lilicorr.logit_scale"),
-    )

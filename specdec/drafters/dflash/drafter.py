@@ -66,13 +66,17 @@ class DFlashDrafter:
             self._anchors.advance(fused.shape[0])
 
     def draft(self, last_token: int, room: int) -> Draft:
-        """One block pass; ends before the first token less likely than `p_min`."""
+        """One block pass; ends before the first token less likely than `p_min`.
+
+        Drafts shorter than `n_min` are dropped if they are greedy. A drawn draft stands: its length
+        depends on what was drawn, and to drop it for that would favour the other tokens.
+        """
         length = self._longest(room)
         if length < 1:
             return Draft(end="n_max" if self.n_max < 1 else "room")
         picks = self.model.head.propose(self.run(last_token, length), length, self._sampler)
         end = "p_min" if len(picks) < length else "n_max" if length == self.n_max else "room"
-        if len(picks) < min(self.options.n_min, length):
+        if len(picks) < min(self.options.n_min, length) and not (picks and self._sampler.samples):
             return Draft(end="n_min")
         return Draft([pick.token for pick in picks], as_candidates(picks), end)
 

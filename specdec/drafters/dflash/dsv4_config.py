@@ -51,6 +51,11 @@ def read_dsv4_spec(file: GGUFFile, config: DraftConfig) -> DSV4Spec:
     check_dsv4(file)
     key, n_layer = file.key, config.n_layer
     clamp = file.get_floats(key("swiglu_clamp_exp"), length=n_layer)
+    n_ff = file.get_ints(key("expert_feed_forward_length"), length=n_layer)
+    if min(n_ff) < 1:
+        raise ModelFileError(
+            f"{file.path}: {key('expert_feed_forward_length')} is {n_ff}, expected widths above 0"
+        )
     head_dim = file.get_int(key("attention.key_length"))
     return DSV4Spec(
         n_embd=config.n_embd,
@@ -71,7 +76,7 @@ def read_dsv4_spec(file: GGUFFile, config: DraftConfig) -> DSV4Spec:
         n_shared=file.get_int(key("expert_shared_count")),
         normalises_weights=file.get_bool(key("expert_weights_norm")),
         weights_scale=file.get_float(key("expert_weights_scale")) or 1.0,
-        n_ff=file.get_ints(key("expert_feed_forward_length"), length=n_layer),
+        n_ff=n_ff,
         clamp=clamp,
         clamp_shared=file.get_floats(key("swiglu_clamp_shexp"), clamp, length=n_layer),
         output_a_shapes=[_output_a_shape(file, layer) for layer in range(n_layer)],

@@ -26,13 +26,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.drafters.base import DraftSampler, Pick, to_host
-from specdec.drafters.dflash.config import DraftConfig, LiliCorrSizes, read_lilicorr_sizes
+from specdec.drafters.dflash.config import DraftConfig
 from specdec.drafters.dflash.head import DraftBlock, DraftHead, walk
+from specdec.drafters.dflash.lilicorr_config import (
+    N_FEATURES,
+    LiliCorrSizes,
+    read_lilicorr_sizes,
+)
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 from specdec.models.layers import WeightOnly
 
-N_FEATURES = 5
 FEATURE_NORM_EPS = 1e-5
 
 

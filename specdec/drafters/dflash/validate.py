@@ -18,7 +18,9 @@ from specdec.drafters.compatibility import (
     target_vocabulary,
 )
 from specdec.drafters.dflash import BACKBONES, HEADS, backbone_of, head_of
-from specdec.drafters.dflash.config import read_block_size, read_mask_token
+from specdec.drafters.dflash.config import joint_projection, read_block_size, read_mask_token
+from specdec.drafters.dflash.dsv4_config import check_dsv4
+from specdec.drafters.dflash.lilicorr_config import lilicorr_shapes
 from specdec.errors import MismatchError, ModelFileError, UnsupportedError, UsageError, unknown_name
 from specdec.gguf_file import GGUFFile
 from specdec.options import DraftOptions
@@ -39,6 +41,8 @@ def check_draft(target: GGUFFile, draft: GGUFFile, options: DraftOptions) -> Non
     read_mask_token(draft, n_vocab)
     check_token_list(target, draft)
     check_ends(draft, n_vocab)
+    if backbone_of(draft) == "deepseek4":
+        check_dsv4(draft)
     _HEAD_CHECKS[head_of(draft)](draft, n_vocab)
     if head_of(draft) == "draft-dspark":
         _check_confidence(draft, options)
@@ -130,13 +134,22 @@ def _check_dspark(draft: GGUFFile, n_vocab: int) -> None:
             "for the target's vocabulary; use a draft made for this target"
         )
     rank, n_embd = shape[1], draft.get_int(draft.key("embedding_length"))
+    if rank < 1:
+        raise ModelFileError(
+            f"{draft.path}: tensor markov_w1.weight: shape {list(shape)}, expected a rank of 1 or "
+            "more; convert the draft again"
+        )
     rows = (_n_rows(draft, n_vocab), rank)
     check_shape(draft, "markov_w2.weight", rows, "markov_w1.weight and the draft's vocabulary")
     if "conf_proj.weight" in draft.tensors:
         check_shape(draft, "conf_proj.weight", (1, n_embd + rank), "markov_w1.weight")
-    if "joint_proj.weight" in draft.tensors:
-        joint = (3 * rank, n_embd + 2 * rank)
-        check_shape(draft, "joint_proj.weight", joint, "markov_w1.weight")
+        if "conf_proj.bias" in draft.tensors:
+            check_shape(draft, "conf_proj.bias", (1,), "conf_proj.weight")
+    joint = joint_projection(draft)
+    if joint:
+        shape = (3 * rank, n_embd + 2 * rank)
+        check_shape(draft, f"{joint}.weight", shape, "markov_w1.weight")
+        check_shape(draft, f"{joint}.bias", shape[:1], f"{joint}.weight")
 
 
 def _check_confidence(draft: GGUFFile, options: DraftOptions) -> None:
@@ -166,12 +179,14 @@ def _check_lilicorr(draft: GGUFFile, n_vocab: int) -> None:
             f"(candidate_topk + 1) within the width {n_embd}"
         )
     inner = {name: draft.get_int(f"lilicorr.{name}") for name in ("factor_dim", "mlp_hidden_size")}
-    n_layer = draft.get_int(draft.key("block_count"))
+    n_layer = min(draft.get_int(draft.key("block_count")), len(draft.tensors))
     if min(inner.values()) <= 0 or sizes["num_layers"] > n_layer:
         raise ModelFileError(
             f"{draft.path}: invalid LiLiCorr head dimensions: {_listed(inner | sizes)}; expected "
             f"sizes above 0 and at most {n_layer} layers"
         )
+    for name, shape in lilicorr_shapes(draft).items():
+        check_shape(draft, name, shape, "the lilicorr.* keys and dflash.block_size")
 
 
 def _check_plain(draft: GGUFFile, n_vocab: int) -> None:

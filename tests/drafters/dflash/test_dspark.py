@@ -38,7 +38,7 @@ BLOCK = 5
 VARIANTS = {
     "anchor": {},
     "bonus": {"metadata": {"dflash.sample_from_anchor": False}},
-    "gated": {"joint": JOINT_PROJECTIONS[0]},
+    "gated": {"tensors": tiny_drafts.joint_projection(JOINT_PROJECTIONS[0])},
     "without confidence": {"tensors": {"conf_proj.weight": None, "conf_proj.bias": None}},
     "reduced": {"d2t": tuple(range(200, 60, -3))},
 }
@@ -140,16 +140,8 @@ def make(tmp_path: Path, target: Target) -> Any:
     return run
 
 
-def write(path: Path, joint: str = "", **draft: Any) -> Path:
-    draft = {"head": "draft-dspark", "block_size": BLOCK} | draft
-    tensors = dict(draft.pop("tensors", {}))
-    if joint:
-        random = np.random.default_rng(7)
-        n_rank, n_embd = tiny_drafts.DSPARK_RANK, 32
-        shape = (3 * n_rank, n_embd + 2 * n_rank)
-        tensors[f"{joint}.weight"] = random.standard_normal(shape).astype(np.float32) / 3
-        tensors[f"{joint}.bias"] = random.standard_normal(3 * n_rank).astype(np.float32)
-    return tiny_drafts.write_dflash(path, tensors=tensors, **draft)
+def write(path: Path, **draft: Any) -> Path:
+    return tiny_drafts.write_dflash(path, **({"head": "draft-dspark", "block_size": BLOCK} | draft))
 
 
 def plain_chain(file: GGUFFile, block: DraftBlock, base: np.ndarray, draft: list[int]) -> Any:
@@ -198,9 +190,9 @@ def test_the_chain_is_that_of_a_plain_computation(make: Any, name: str) -> None:
 
 @pytest.mark.parametrize("spelling", JOINT_PROJECTIONS)
 def test_every_spelling_of_the_joint_projection_is_read(make: Any, spelling: str) -> None:
-    drafter = make(DraftOptions(n_max=BLOCK), joint=spelling)
+    drafter = make(DraftOptions(n_max=BLOCK), tensors=tiny_drafts.joint_projection(spelling))
     plain = make(DraftOptions(n_max=BLOCK))
-    gated = make(DraftOptions(n_max=BLOCK), joint=JOINT_PROJECTIONS[0])
+    gated = make(DraftOptions(n_max=BLOCK), **VARIANTS["gated"])
     found = drafter.model.head.chain(drafter.run(LAST, BLOCK), BLOCK)[0]
     assert torch.equal(found, gated.model.head.chain(gated.run(LAST, BLOCK), BLOCK)[0])
     other = plain.model.head.chain(plain.run(LAST, BLOCK), BLOCK)[0]
