@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import tiny_drafts
@@ -88,3 +89,39 @@ def test_emitted_tokens_have_the_targets_distribution(
     assert drafted >= len(tokens)
     if has_reduced_vocabulary and top_k == 0:
         assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("n_min", [0, 2])
+@torch.inference_mode()
+def test_lengths_that_depend_on_drawn_tokens(
+    target: Target, tmp_path: Path, n_min: int, top_k: int
+) -> None:
+    """Confidence follows from the token before, so drafts get long after some tokens only. If the
+    short ones were dropped, these tokens would be emitted too often."""
+    sampling = SamplingOptions(temp=0.9, seed=23, top_k=top_k, top_p=1.0, min_p=0.0)
+    chain = build_chain(sampling, n_vocab=tiny.N_VOCAB, end_tokens=frozenset())
+    output = target(torch.tensor(PROMPT), target.new_cache(N_CTX), taps=(0, 2))
+    p = chain.distribution(output.logits[-1]).double()
+    confidence = np.zeros((1, 32 + tiny_drafts.DSPARK_RANK), np.float32)
+    confidence[0, 32] = 100
+    path = tiny_drafts.write_dflash(
+        tmp_path / "d.gguf",
+        head="draft-dspark",
+        d2t=tuple(sorted(p.argsort(descending=True)[:8].tolist())),
+        tensors={"conf_proj.weight": confidence, "conf_proj.bias": None},
+    )
+    options = DraftOptions(n_max=3, n_min=n_min, p_min=0.5, sampling="probabilistic")
+    drafter = DFlashDrafter(load(GGUFFile.open(path), target), options, N_CTX)
+    drafter.begin(sampling)
+    drafter.observe(torch.tensor(PROMPT), output.hidden)
+    chain.begin(PROMPT)
+    verifier = Verifier(chain, frozenset())
+    tokens, lengths = [PROMPT[-1]], set()
+    while len(tokens) <= N_TOKENS:
+        draft = drafter.draft(tokens[-1], 3)
+        lengths.add(len(draft.tokens))
+        tokens += verifier.verify(draft, output.logits[-1].expand(len(draft.tokens) + 1, -1))
+    assert {0, 1, 3} <= lengths
+    statistic, freedom = chi_square(tokens[1:], p)
+    assert statistic < quantile(freedom)

@@ -22,6 +22,8 @@ Choose = Callable[..., tuple[str, ...]]
 FLOATS = np.float32
 MASK_KEY = "tokenizer.ggml.mask_token_id"
 DFLASH2 = {"head": "draft-dflash2"}
+DSPARK = {"head": "draft-dspark"}
+LILICORR = {"head": "draft-lilicorr"}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,12 @@ def ids(*values: int) -> np.ndarray:
         (None, "draft-dflash2"),
         ("draft-dflash", "draft-dflash2"),
         ("draft-dflash2", "draft-dflash2"),
+        (None, "draft-dspark"),
+        ("draft-dflash", "draft-dspark"),
+        ("draft-dspark", "draft-dspark"),
+        (None, "draft-lilicorr"),
+        ("draft-dflash", "draft-lilicorr"),
+        ("draft-lilicorr", "draft-lilicorr"),
     ],
 )
 def test_sound_drafts_are_accepted(choose: Choose, types: str | None, head: str) -> None:
@@ -69,6 +77,8 @@ def test_sound_drafts_are_accepted(choose: Choose, types: str | None, head: str)
         ("draft-dspark", "draft-dflash2", "does not match the draft model: use draft-dflash2"),
         ("draft-lilicorr", "draft-dflash", "does not match the draft model: use draft-dflash"),
         ("draft-simple", "draft-dflash", "does not match the draft model: use draft-dflash"),
+        ("draft-dflash2", "draft-dspark", "does not match the draft model: use draft-dspark"),
+        ("draft-dspark", "draft-lilicorr", "does not match the draft model: use draft-lilicorr"),
     ],
 )
 def test_other_types_must_match_the_head(
@@ -213,6 +223,113 @@ FAULTS = [
         MismatchError,
         r"selector_successor.weight: shape \[258, 4\], expected \[259, 4\]",
     ),
+    (
+        DSPARK | {"metadata": {"dflash.block_size": None}},
+        ModelFileError,
+        "DSpark model is missing dflash.block_size",
+    ),
+    (
+        DSPARK | {"tensors": {"markov_w1.weight": zeros(258, 6)}},
+        MismatchError,
+        r"markov_w1.weight: shape \[258, 6\], expected 259 rows",
+    ),
+    (
+        DSPARK | {"tensors": {"markov_w1.weight": zeros(259)}},
+        ModelFileError,
+        r"markov_w1.weight: shape \[259\], expected 259 rows",
+    ),
+    (
+        DSPARK | {"tensors": {"markov_w2.weight": zeros(259, 5)}},
+        MismatchError,
+        r"markov_w2.weight: shape \[259, 5\], expected \[259, 6\]",
+    ),
+    (
+        DSPARK | {"d2t": (1, 2, 3), "tensors": {"markov_w2.weight": zeros(259, 6)}},
+        MismatchError,
+        r"markov_w2.weight: shape \[259, 6\], expected \[3, 6\]",
+    ),
+    (DSPARK | {"tensors": {"markov_w2.weight": None}}, ModelFileError, "'markov_w2.weight' is mis"),
+    (
+        DSPARK | {"tensors": {"conf_proj.weight": zeros(1, 37)}},
+        MismatchError,
+        r"conf_proj.weight: shape \[1, 37\], expected \[1, 38\]",
+    ),
+    (
+        DSPARK | {"tensors": {"conf_proj.bias": zeros(2)}},
+        MismatchError,
+        r"conf_proj.bias: shape \[2\], expected \[1\]",
+    ),
+    (
+        DSPARK | {"tensors": {"joint_proj.weight": zeros(18, 44)}},
+        ModelFileError,
+        "'joint_proj.bias' is missing",
+    ),
+    (
+        DSPARK | {"tensors": {"joint_proj.weight": zeros(18, 38), "joint_proj.bias": zeros(18)}},
+        MismatchError,
+        r"joint_proj.weight: shape \[18, 38\], expected \[18, 44\]",
+    ),
+    (
+        DSPARK | {"tensors": {"joint_proj.weight": zeros(18, 44), "joint_proj.bias": zeros(6)}},
+        MismatchError,
+        r"joint_proj.bias: shape \[6\], expected \[18\]",
+    ),
+    (
+        LILICORR | {"metadata": {"dflash.block_size": None}},
+        ModelFileError,
+        "LiliCorr model is missing dflash.block_size",
+    ),
+    (
+        LILICORR | {"metadata": {"lilicorr.num_heads": 5}},
+        ModelFileError,
+        "invalid LiLiCorr DFlash metadata: hidden_size 24, num_heads 5",
+    ),
+    (
+        LILICORR | {"metadata": {"lilicorr.candidate_topk": 6}},
+        ModelFileError,
+        r"candidate_topk 6, .* within the width 32",
+    ),
+    (
+        LILICORR | {"d2t": (1, 2), "metadata": {"lilicorr.candidate_topk": 3}},
+        ModelFileError,
+        "invalid LiLiCorr DFlash metadata: .* candidate_topk 3",
+    ),
+    (
+        LILICORR | {"metadata": {"dflash.selector_top_k": 4}},
+        ModelFileError,
+        "invalid LiLiCorr DFlash metadata: .* no selector_top_k",
+    ),
+    (LILICORR | {"metadata": {"lilicorr.candidate_topk": None}}, ModelFileError, "candidate_topk"),
+    (
+        LILICORR | {"metadata": {"lilicorr.num_layers": 3}},
+        ModelFileError,
+        "invalid LiLiCorr head dimensions: .* num_layers 3; .* at most 2 layers",
+    ),
+    (
+        LILICORR | {"metadata": {"lilicorr.num_layers": 2**30, "dflash.block_count": 2**31}},
+        ModelFileError,
+        "invalid LiLiCorr head dimensions: .* num_layers 1073741824",
+    ),
+    (
+        LILICORR | {"metadata": {"lilicorr.factor_dim": 0}},
+        ModelFileError,
+        "invalid LiLiCorr head dimensions: factor_dim 0",
+    ),
+    (
+        LILICORR | {"metadata": {"dflash.block_size": 6}},
+        MismatchError,
+        r"lilicorr.slot_embedding.weight: shape \[4, 24\], expected \[5, 24\]",
+    ),
+    (
+        LILICORR | {"tensors": {"lilicorr.attention_bias.bias": zeros(2, 16, 15)}},
+        MismatchError,
+        r"lilicorr.attention_bias.bias: shape \[2, 16, 15\], expected \[2, 16, 16\]",
+    ),
+    (
+        LILICORR | {"tensors": {"blk.4.ffn_up.bias": None}},
+        ModelFileError,
+        "'blk.4.ffn_up.bias' is missing",
+    ),
 ]
 
 
@@ -225,6 +342,23 @@ def test_faults(
         choose(**draft)
     assert "d.gguf" in str(caught.value)
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"metadata": {"dflash.has_confidence_head": False}},
+        {"tensors": {"conf_proj.weight": None, "conf_proj.bias": None}},
+    ],
+    ids=["key", "tensor"],
+)
+def test_a_confidence_limit_needs_a_confidence_head(choose: Choose, draft: dict[str, Any]) -> None:
+    text = r"^DSpark draft has no confidence head: please set --spec-draft-p-min 0 \(found 0.5"
+    with pytest.raises(UsageError, match=text) as caught:
+        choose(p_min=0.5, **DSPARK, **draft)
+    assert caught.value.exit_code == 2
+    assert choose("draft-dspark", **DSPARK, **draft) == ("draft-dspark",)
+    assert choose("draft-dspark", p_min=0.5, **DSPARK) == ("draft-dspark",)
 
 
 def test_another_vocabulary(tmp_path: Path, target: GGUFFile) -> None:
