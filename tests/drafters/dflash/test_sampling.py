@@ -97,19 +97,23 @@ def test_emitted_tokens_have_the_targets_distribution(
 def test_lengths_that_depend_on_drawn_tokens(
     target: Target, tmp_path: Path, n_min: int, top_k: int
 ) -> None:
-    """Confidence follows from the token before, so drafts get long after some tokens only. If the
-    short ones were dropped, these tokens would be emitted too often."""
+    """Two tokens are drafted with equal probability, and a draft ends behind one of them. If short
+    drafts were dropped, the other one would be emitted too often."""
     sampling = SamplingOptions(temp=0.9, seed=23, top_k=top_k, top_p=1.0, min_p=0.0)
     chain = build_chain(sampling, n_vocab=tiny.N_VOCAB, end_tokens=frozenset())
     output = target(torch.tensor(PROMPT), target.new_cache(N_CTX), taps=(0, 2))
     p = chain.distribution(output.logits[-1]).double()
-    confidence = np.zeros((1, 32 + tiny_drafts.DSPARK_RANK), np.float32)
-    confidence[0, 32] = 100
+    rank, drafted = tiny_drafts.DSPARK_RANK, p.argsort(descending=True)[:2].tolist()
+    tensors = {
+        "output.weight": np.zeros((2, 32), np.float32),
+        "markov_w1.weight": np.ones((tiny.N_VOCAB, rank), np.float32),
+        "markov_w2.weight": np.zeros((2, rank), np.float32),
+        "conf_proj.weight": np.repeat(np.float32([[0, 1]]), (32, rank), axis=1),
+        "conf_proj.bias": None,
+    }
+    tensors["markov_w1.weight"][drafted[0]] = -1
     path = tiny_drafts.write_dflash(
-        tmp_path / "d.gguf",
-        head="draft-dspark",
-        d2t=tuple(sorted(p.argsort(descending=True)[:8].tolist())),
-        tensors={"conf_proj.weight": confidence, "conf_proj.bias": None},
+        tmp_path / "d.gguf", head="draft-dspark", d2t=tuple(drafted), tensors=tensors
     )
     options = DraftOptions(n_max=3, n_min=n_min, p_min=0.5, sampling="probabilistic")
     drafter = DFlashDrafter(load(GGUFFile.open(path), target), options, N_CTX)
@@ -122,6 +126,6 @@ def test_lengths_that_depend_on_drawn_tokens(
         draft = drafter.draft(tokens[-1], 3)
         lengths.add(len(draft.tokens))
         tokens += verifier.verify(draft, output.logits[-1].expand(len(draft.tokens) + 1, -1))
-    assert {0, 1, 3} <= lengths
     statistic, freedom = chi_square(tokens[1:], p)
     assert statistic < quantile(freedom)
+    assert lengths == {0, 1, 2, 3}
