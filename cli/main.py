@@ -61,6 +61,9 @@ COMMANDS: Mapping[str, Command] = {
     "tokenize": Command(
         "specdec_cli.tokenize_text", "tokenize", "Turns a text into tokens, or tokens into text."
     ),
+    "bench": Command(
+        "specdec_cli.bench", "bench", "Measures what speculation is worth on your prompts."
+    ),
 }
 """Sub-command -> where it lives. Only the one that is called is imported."""
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from specdec.chat import ChatTemplate, Message, choose_template, find_template
@@ -24,7 +24,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import check_architecture, load_target
 from specdec.models.base import Target
-from specdec.options import Options
+from specdec.options import Options, SpecOptions
 from specdec.resources import cache_dtype, open_draft, open_target, pick_device, set_threads
 from specdec.sampling import build_chain
 from specdec.stats import Statistics
@@ -133,6 +133,21 @@ class Engine:
     def close(self) -> None:
         """Writes down what drafters keep from run to run; for the end of the last request."""
         self.drafter.save()
+
+    def with_spec(self, spec: SpecOptions) -> Self:
+        """The same target with the drafters of ``spec``; raises what `load` raises for them."""
+        options = replace(self.options, spec=spec)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open_target(options))
+            draft_file = open_draft(options)
+            if draft_file is not None:
+                stack.enter_context(draft_file)
+            types = choose_types(spec, file, draft_file)
+            context = _draft_context(options, self.target, file, draft_file, self.n_ctx)
+            drafter = build_drafters(types, context)
+        return type(self)(
+            options, self.target, self.tokenizer, self.chat_template, drafter, self.n_ctx
+        )
 
     def session(self, *, speculate: bool = True) -> Session:
         """A conversation of its own, with an empty cache; plain decoding if not ``speculate``."""

@@ -551,6 +551,42 @@ class TokenizeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """`specdec bench`: what is compared, on what, and what is shown."""
+
+    types: tuple[tuple[str, ...], ...] = ()
+    """Combinations of spec types; () = each draft by its own type."""
+    drafts: tuple[Path, ...] = ()
+    """Draft files; each is run by the types that it is made for."""
+    n_max: tuple[int, ...] = (3,)
+    """Draft lengths of the `draft-*` types."""
+    prompts: Path | None = None
+    """A file of prompts; None = a few built-in ones."""
+    n_predict: int = 64
+    """Tokens to generate for each prompt."""
+    n_repetitions: int = 3
+    """Runs of each prompt."""
+    json: bool = False
+    """Print JSON."""
+    plot: Path | None = None
+    """Draw the results into this file, .png or .svg."""
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.n_max) and min(self.n_max) >= 1,
+            f"--spec-draft-n-max: expected lengths of at least 1, got {list(self.n_max)}",
+        )
+        _require(self.n_predict >= 1, f"--predict must be at least 1, got {self.n_predict}")
+        _require(
+            self.n_repetitions >= 1, f"--repetitions must be at least 1, got {self.n_repetitions}"
+        )
+        _require(
+            self.plot is None or self.plot.suffix in (".png", ".svg"),
+            f"--plot: {self.plot} must end in .png or .svg",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Everything a run depends on."""
 
@@ -562,6 +598,7 @@ class Options:
     output: OutputOptions = field(default_factory=OutputOptions)
     inspect: InspectOptions = field(default_factory=InspectOptions)
     tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
+    bench: BenchOptions = field(default_factory=BenchOptions)
 
     def merge(self, *layers: Mapping[str, Any]) -> Self:
         """A copy with the leaves of ``layers`` (dotted path -> value) set; later layers win.

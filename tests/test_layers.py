@@ -42,6 +42,8 @@ LAYERS = {
     "describe": 5,
     "describe_draft": 5,
     "check": 6,
+    "hints": 6,
+    "bench": 6,
 }
 """Top-level module or package of specdec -> layer; a module imports from its own layer or below."""
 MODULES = sorted((ROOT / "specdec").rglob("*.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specdec_cli.flags import Flag, Panel
+from specdec_cli.flags.spec import DRAFT, parse_types
 
 INSPECT = Panel(
     "Files",
@@ -69,4 +70,70 @@ TOKENIZE = Panel(
             values={"output.verbosity": 0},
         ),
     ),
+)
+
+
+def parse_combination(text: str) -> tuple[tuple[str, ...], ...]:
+    """One comma list of spec types, which are run together."""
+    return (parse_types(text),)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """A comma list of whole numbers."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"'{text}' is not a comma list of whole numbers") from None
+
+
+BENCH = Panel(
+    "Comparison",
+    (
+        Flag(
+            "bench.types",
+            ("--spec-type",),
+            "What to compare, once for each; a comma list runs several together. Every draft by "
+            "its own type if not given.",
+            parse=parse_combination,
+            appends=True,
+            metavar="TYPES",
+        ),
+        Flag(
+            "bench.drafts",
+            ("--spec-draft-model", "-md", "--model-draft"),
+            "A draft's GGUF file; may be given several times.",
+            appends=True,
+        ),
+        Flag(
+            "bench.n_max",
+            ("--spec-draft-n-max",),
+            "Draft lengths to compare, a comma list.",
+            parse=parse_lengths,
+            metavar="N,N,...",
+        ),
+        Flag(
+            "bench.prompts",
+            ("--prompts",),
+            "Prompts: .jsonl with a 'prompt' in each line, else one prompt a line.",
+        ),
+        Flag("generate.prompt", ("--prompt", "-p"), "One prompt."),
+        Flag("bench.n_predict", ("--predict", "-n", "--n-predict"), "Tokens for each prompt."),
+        Flag("bench.n_repetitions", ("--repetitions",), "Runs of each prompt."),
+        Flag(
+            "generate.conversation",
+            ("--conversation", "-cnv"),
+            "Wrap prompts by the chat template; on if the model has one.",
+            off=("--no-conversation", "-no-cnv"),
+        ),
+        Flag("bench.json", ("--json",), "Print one JSON object."),
+        Flag("bench.plot", ("--plot",), "Draw the results into this .png or .svg file."),
+    ),
+)
+
+REPLACED = ("spec.types", "spec.draft.path", "spec.draft.hf_repo", "spec.draft.n_max")
+"""Leaves that `bench` takes as lists."""
+
+BENCH_DRAFT = Panel(
+    DRAFT.title,
+    tuple(flag for flag in DRAFT.flags if flag.path not in REPLACED and flag.kind != "preset"),
 )
