@@ -5,7 +5,7 @@ MODEL := downloads/SmolLM2-135M-Instruct.Q4_1.gguf
 DRAFT := models/SmolLM2-135M-Instruct-DSpark-b8.gguf
 PROMPT ?= Write a Python class Point with methods add, sub, mul and div, each returning a new Point.
 
-.PHONY: help install demo test check format lint types clean
+.PHONY: help install demo test check format lint types docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,6 +42,9 @@ types: .venv/installed ## mypy, with the folder cli/ under its installed name
 format: .venv/installed ## format and sort the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: .venv/installed ## write docs/flags.md from the rows of the flags
+	$(BIN)/python -m specdec_cli.flags_page > docs/flags.new && mv docs/flags.new docs/flags.md
 
 clean: ## remove what was built, not what was downloaded
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -52,6 +52,15 @@ class MessageFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+def stop() -> None:
+    """Closes the log file."""
+    for name in NAMES:
+        logger = logging.getLogger(name)
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers = []
+
+
 def start() -> None:
     """Sends messages of level info and above to stderr, as it is now."""
     handler = logging.StreamHandler(sys.stderr)

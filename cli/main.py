@@ -89,6 +89,8 @@ def run(argv: Sequence[str]) -> int:
         return _report("out of memory; try a smaller model or --ctx-size", 1)
     except Exception as error:
         return _report(f"internal error: {type(error).__name__}: {error}", 1)
+    finally:
+        log.stop()
 
 
 def _dispatch(argv: Sequence[str]) -> int:

@@ -184,7 +184,7 @@ def perf_line(statistics: Statistics, load_seconds: float) -> str:
     """Where the time went."""
     parts = {
         "load": load_seconds,
-        "prompt": statistics.prompt_seconds,
+        f"prompt of {statistics.n_prompt} tokens": statistics.prompt_seconds,
         "draft": statistics.draft_seconds,
         "target": statistics.target_seconds,
         "verify": statistics.verify_seconds,
@@ -194,12 +194,12 @@ def perf_line(statistics: Statistics, load_seconds: float) -> str:
 
 
 def statistics_lines(statistics: Statistics, verbosity: int) -> list[str]:
-    """The block after a reply: speed, acceptance, and with trace verbosity each drafter."""
+    """The block after a reply: speed, from info on acceptance, from trace on each drafter."""
     lines = [
         f"[ Prompt: {statistics.prompt_speed:.1f} t/s | "
         f"Generation: {statistics.generate_speed:.1f} t/s ]"
     ]
-    if statistics.drafted:
+    if statistics.drafted and verbosity >= 3:
         lines.append(
             f"draft acceptance = {statistics.acceptance_rate:.5f} "
             f"({statistics.accepted} accepted / {statistics.drafted} generated), "

@@ -129,8 +129,10 @@ class Run:
             with self._interrupts.deferred(), contextlib.closing(chunks):
                 for chunk in chunks:
                     display.write(chunk)
-        finally:
+        except KeyboardInterrupt:
             display.end(session.last)
+            raise
+        display.end(session.last)
         return session.last
 
     def _check(self, prompt: str | Sequence[Message]) -> None:

@@ -87,7 +87,10 @@ def layer_range(text: str) -> tuple[int, ...]:
 
 def comma_list(text: str) -> tuple[str, ...]:
     """Fields between commas; one in double quotes may contain commas."""
-    return tuple(next(csv.reader([text]), ()))
+    fields = tuple(next(csv.reader([text]), ()))
+    if not fields:
+        raise ValueError("expected a comma list, got nothing")
+    return fields
 
 
 def json_text(text: str) -> Any:

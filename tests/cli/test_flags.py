@@ -6,39 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from command_line import FLAGS, given, options
 
 from specdec.errors import UsageError
 from specdec.options import RANDOM_SEED, Options, leaves
-from specdec_cli.argv import normalise
-from specdec_cli.flags import Flag
-from specdec_cli.given import Given, collect
 from specdec_cli.main import COMMANDS
-from specdec_cli.run import PANELS
 
-FLAGS = [flag for panel in PANELS for flag in panel.flags]
 LIBRARY_ONLY: set[str] = set()
 """Leaves of `Options` without a flag."""
-
-
-def given(words: str | list[str], environ: dict[str, str] | None = None) -> Given:
-    """What the rows make of a command line, without Typer in between."""
-    words = words.split() if isinstance(words, str) else words
-    normal = normalise(words, FLAGS)
-    by_name = {name: flag for flag in FLAGS for name in (*flag.names, *flag.off)}
-    found: dict[Flag, object] = {}
-    rest = iter(normal.words)
-    for name in rest:
-        flag = by_name[name]
-        value: object = next(rest) if flag.takes_value else name in flag.names
-        if flag.takes_value and flag.appends:
-            value = [*found.get(flag, []), value]  # type: ignore[misc]
-        found[flag] = value
-    ordered = dict(sorted(found.items(), key=lambda item: normal.place(item[0].parameter)))
-    return collect(FLAGS, ordered, environ or {}, normal.spelled)
-
-
-def options(words: str | list[str], environ: dict[str, str] | None = None) -> Options:
-    return given(words, environ).options()
 
 
 def test_every_option_has_a_flag() -> None:
