@@ -249,3 +249,23 @@ def test_confidence_cuts_sampled_drafts_too(make: Any) -> None:
         assert all(0 < pick.confidence < 1 for pick in picks)
     assert max(lengths) <= BLOCK
     assert N_VOCAB == whole.model.config.n_vocab
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_greedy_draft_is_fetched_once(
+    make: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chain itself never asks the device for a value."""
+    drafter = make(DraftOptions(n_max=BLOCK), **VARIANTS[name])
+    block, n_draft = drafter.run(LAST, drafter.n_max), drafter.n_max
+    expected = drafter.draft(LAST, n_draft).tokens
+
+    def refuse(*_: Any) -> None:
+        pytest.fail("a value was asked for")
+
+    with monkeypatch.context() as patched:
+        for method in ("item", "tolist", "__int__", "__float__", "__bool__"):
+            patched.setattr(Tensor, method, refuse)
+        logits, tokens, confidences = drafter.model.head.chain(block, n_draft)
+    assert tokens.tolist() == expected
+    assert len(logits) == len(confidences) == n_draft
