@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import UsageError, unknown_name
+from specdec.errors import ModelFileError, UsageError, unknown_name
 from specdec.gguf_file import GGUFFile
 from specdec.options import DraftOptions, ModelOptions, Options
 
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Scalar = int | float | bool | str
+
+SIDECARS: Mapping[str, str] = {
+    "draft-mtp": "mtp-",
+    "draft-dspark": "dspark-",
+    "draft-dflash": "dflash-",
+    "draft-eagle3": "eagle3-",
+    "draft-dflash2": "dflash-",
+    "draft-lilicorr": "dflash-",
+}
+"""Spec type -> how the name of its draft begins in a repository that ships one, best first."""
 
 CACHE_DIR = Path.home() / ".cache" / "specdec"
 """Where files from `--model-url` are kept."""
@@ -53,13 +63,28 @@ def open_target(options: Options) -> GGUFFile:
 
 def open_draft(options: Options) -> GGUFFile | None:
     """The draft's file, or None if there is none."""
-    draft = options.spec.draft
-    if draft.hf_repo is not None:
-        name = None if draft.path is None else str(draft.path)
-        model = options.model
-        path = download(draft.hf_repo, name, model.hf_token, offline=model.offline)
-        return GGUFFile.open(path)
-    return None if draft.path is None else GGUFFile.open(draft.path)
+    draft, model = options.spec.draft, options.model
+    repo, name = draft.hf_repo, None if draft.path is None else str(draft.path)
+    if repo is None and name is not None:
+        return GGUFFile.open(name)
+    kinds = list(SIDECARS)
+    if repo is None:  # beside the target, for a type that was asked for
+        kinds = [kind for kind in options.spec.enabled if kind in SIDECARS]
+        repo = model.hf_repo if kinds else None
+    if repo is None:
+        return None
+    first = tuple(SIDECARS[kind] for kind in kinds)
+    path = download(
+        repo,
+        name,
+        model.hf_token,
+        offline=model.offline,
+        flag="--spec-draft-hf" if draft.hf_repo else "--hf-repo",
+        first=first,
+    )
+    if draft.hf_repo is None and not path.name.startswith(first):
+        return None
+    return GGUFFile.open(path)
 
 
 def recommended_sampling(file: GGUFFile) -> dict[str, Any]:
@@ -99,32 +124,45 @@ _OVERRIDE_TYPES: Mapping[str, Callable[[str], Scalar]] = {
 }
 
 
-def download(repo: str, filename: str | None, token: str | None, *, offline: bool) -> Path:
+def download(
+    repo: str,
+    filename: str | None,
+    token: str | None,
+    *,
+    offline: bool,
+    flag: str = "--hf-repo",
+    first: Sequence[str] = (),
+) -> Path:
     """A file of a Hugging Face repository, from the local cache if it is there.
 
-    ``repo`` is `user/name[:quant]`; without ``filename`` the file whose name contains the quant
-    (Q4_K_M by default) is taken, else the first GGUF. Raises `UsageError` without the package.
+    ``repo`` is `user/name[:quant]`; without ``filename`` the file whose name begins with one of
+    ``first`` is taken, else the one that contains the quant (Q4_K_M by default), else the first
+    GGUF. Raises `UsageError` without the package, `ModelFileError` for a failed download.
     """
     try:
         import huggingface_hub
     except ImportError:
         raise UsageError(
-            "--hf-repo needs the package huggingface_hub; pip install 'specdec[hub]'"
+            f"{flag} needs the package huggingface_hub; pip install 'specdec[hub]'"
         ) from None
     name, _, quant = repo.partition(":")
     try:
         if filename is None:
-            filename = _pick_file(huggingface_hub, name, quant or "Q4_K_M", token, offline)
+            names = _list_files(huggingface_hub, name, token, offline)
+            filename = pick_file(names, quant or "Q4_K_M", first)
         return Path(
             huggingface_hub.hf_hub_download(name, filename, token=token, local_files_only=offline)
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--hf-repo {repo}: {reason}") from error
+    except Exception as error:  # the package and its HTTP client have errors of many kinds
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelFileError(f"{flag} {repo}: {reason}") from error
 
 
 def download_url(url: str, *, offline: bool) -> Path:
-    """The file at an address, kept in `CACHE_DIR` under its name. Raises `UsageError`."""
+    """The file at an address, kept in `CACHE_DIR` under its name.
+
+    Raises `ModelFileError` for a failed download and `UsageError` if none is allowed.
+    """
     import shutil
     import urllib.parse
     import urllib.request
@@ -141,7 +179,7 @@ def download_url(url: str, *, offline: bool) -> Path:
             shutil.copyfileobj(reply, file)
         part.rename(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--model-url {url}: {error}") from error
+        raise ModelFileError(f"--model-url {url}: {error}") from error
     finally:
         part.unlink(missing_ok=True)
     return path
@@ -168,16 +206,25 @@ def cached_models() -> list[tuple[str, int]]:
     return sorted(names) + found
 
 
-def _pick_file(hub: Any, repo: str, quant: str, token: str | None, offline: bool) -> str:
-    if offline:
-        folder = Path(hub.snapshot_download(repo, token=token, local_files_only=True))
-        names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.gguf"))]
-    else:
-        names = sorted(n for n in hub.list_repo_files(repo, token=token) if n.endswith(".gguf"))
-    names = [name for name in names if not Path(name).name.startswith("mmproj")]
-    if not names:
-        raise ValueError("the repository has no GGUF files")
-    return next((name for name in names if quant.lower() in name.lower()), names[0])
+def _list_files(hub: Any, repo: str, token: str | None, offline: bool) -> list[str]:
+    if not offline:
+        return list(hub.list_repo_files(repo, token=token))
+    folder = Path(hub.snapshot_download(repo, token=token, local_files_only=True))
+    return [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+
+
+def pick_file(names: Sequence[str], quant: str, first: Sequence[str] = ()) -> str:
+    """The GGUF file that is meant among those of a repository; see `download`."""
+    models = sorted(name for name in names if name.endswith(".gguf"))
+    for prefix in first:
+        for name in models:
+            if Path(name).name.startswith(prefix):
+                return name
+    others = ("mmproj", *SIDECARS.values())
+    targets = [name for name in models if not Path(name).name.startswith(others)]
+    if not targets:
+        raise ValueError("the repository has no GGUF file of that kind")
+    return next((name for name in targets if quant.lower() in name.lower()), targets[0])
 
 
 def pick_device(model: ModelOptions, draft: DraftOptions | None = None) -> torch.device:
