@@ -41,8 +41,8 @@ def choose_template(choice: str | None, metadata: Mapping[str, Any], *, jinja: b
     Without ``jinja`` only built-in templates are taken; a Jinja text stands for the one it
     resembles. Raises `UsageError` with the list of names for an unknown one.
     """
-    own = find_template(metadata) or BUILTIN_TEMPLATES[FALLBACK_TEMPLATE]
     if not choice:
+        own = find_template(metadata) or BUILTIN_TEMPLATES[FALLBACK_TEMPLATE]
         return own if jinja else _resembled(own)
     if "{{" in choice or "{%" in choice:
         return choice if jinja else _resembled(choice)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specdec.chat import ChatTemplate, Message, choose_template, find_template
+from specdec.chat import TEMPLATE_KEY, ChatTemplate, Message, choose_template, find_template
 from specdec.data.chat_templates import BUILTIN_TEMPLATES
 from specdec.errors import ModelFileError, UsageError
 from specdec.tokenizer import Tokenizer
@@ -236,3 +236,13 @@ def test_limits_are_per_rendering() -> None:
     template = ChatTemplate("{% for i in range(99999) %}{% endfor %}{{ '%02d|%s' % (3, 'x') }}")
     for _ in range(5):
         assert template.render(CHAT) == "03|x"
+
+
+def test_without_jinja_a_built_in_template_stands_in() -> None:
+    own = "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}"
+    assert choose_template(None, {TEMPLATE_KEY: own}) == own
+    assert choose_template(None, {TEMPLATE_KEY: own}, jinja=False) == BUILTIN_TEMPLATES["chatml"]
+    assert choose_template("{{ '[INST]' }}", {}, jinja=False) == BUILTIN_TEMPLATES["mistral-v3"]
+    assert choose_template("gemma", {}, jinja=False) == BUILTIN_TEMPLATES["gemma"]
+    with pytest.raises(UsageError, match="--no-jinja: the template is none of the built-in ones"):
+        choose_template("{{ messages }}", {}, jinja=False)

@@ -34,17 +34,16 @@ def specdec(words: list[str], text: str) -> subprocess.CompletedProcess[str]:
 class Terminal:
     """The command on a terminal of its own."""
 
-    def __init__(self, words: list[str], cwd: Path | None = None) -> None:
+    def __init__(self, words: list[str], kind: str = "dumb") -> None:
         handle, theirs = pty.openpty()
         command = [sys.executable, "-m", "specdec_cli", *words]
-        environ = {**os.environ, "TERM": "dumb"}
+        environ = {**os.environ, "TERM": kind}
         self.process = subprocess.Popen(
             command,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             env=environ,
-            cwd=cwd,
             start_new_session=True,
             preexec_fn=lambda: _take_terminal(theirs),
         )
@@ -185,6 +184,21 @@ def test_end_of_input_ends_a_conversation(target: Path, terminals: list[Terminal
     assert b"error: prompt: " in terminal.until(SIGN)
     terminal.type("\x04")
     assert terminal.wait() == 0
+
+
+def test_progress_and_colours_on_a_terminal(target: Path, terminals: list[Terminal]) -> None:
+    words = tiny_commands.generate(target, "-p", "x" * 600, "-n", "8")
+    words[words.index("-c") + 1] = "700"
+    words += ["-md", str(target), "--color", "on", "-ub", "64"]
+    terminals.append(terminal := Terminal(words, "xterm"))
+    shown = terminal.until(b"per position")
+    assert b"loading the model" in shown
+    assert b"reading the prompt" in shown
+    assert b"\033[32m" in shown
+    assert terminal.wait() == 0
+    plain = specdec(words, "")
+    assert "\033" not in plain.stdout + plain.stderr
+    assert "loading" not in plain.stderr
 
 
 def test_the_sign_never_goes_into_a_file(target: Path, tmp_path: Path) -> None:

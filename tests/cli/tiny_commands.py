@@ -14,7 +14,7 @@ TEMPLATE = (
 
 def write(folder: Path) -> Path:
     """A tiny target whose next token depends on the text only a little; returns its path."""
-    return tiny.write_target(folder / "target.gguf")
+    return tiny.write_target(folder / "target.gguf", n_ctx=4000)
 
 
 def generate(path: Path, *words: str) -> list[str]:
