@@ -31,6 +31,11 @@ class Words:
     action: str | None = None
     """The canonical name of a flag that replaces the command."""
 
+    @property
+    def is_help(self) -> bool:
+        """Whether a help page is asked for."""
+        return self.words[-1:] == ["--help"] and not self.order
+
     def place(self, parameter: str) -> int:
         """Where a parameter was given last; -1 if it was not."""
         return self.order.get(parameter, -1)

@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
-        return _run_app(_app(None), Words(["--help"]))
+        return _run_app(None, Words(["--help"]))
     name, *rest = argv
     if name.startswith("-"):
         return _act(_top_level_action(name))
@@ -104,8 +104,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     words = normalise(rest, COMMANDS[name].flags)
     if words.action is not None:
         return _act(words.action)
-    words.words.insert(0, name)
-    return _run_app(_app(name), words)
+    return _run_app(name, words)
 
 
 def _top_level_action(name: str) -> str:
@@ -124,7 +123,7 @@ def _act(name: str) -> int:
     return 0
 
 
-def _app(called: str | None) -> typer.Typer:
+def _app(called: str | None, words: Words) -> typer.Typer:
     """The Typer app; only the called command gets its flags, the others are there for the help."""
     app = typer.Typer(
         name="specdec",
@@ -136,15 +135,16 @@ def _app(called: str | None) -> typer.Typer:
     )
     for name, command in COMMANDS.items():
         if name == called:
-            function = with_flags(*command.panels)(_until_closed(command.function))
+            function = with_flags(*command.panels, words=words)(_until_closed(command.function))
         else:
             function = lambda: None  # noqa: E731
         app.command(name, help=None if name == called else command.help)(function)
     return app
 
 
-def _run_app(app: typer.Typer, words: Words) -> int:
-    code = app(args=words.words, standalone_mode=False, prog_name="specdec", obj=words)
+def _run_app(called: str | None, words: Words) -> int:
+    args = words.words if called is None else [called, *words.words]
+    code = _app(called, words)(args=args, standalone_mode=False, prog_name="specdec")
     return code if isinstance(code, int) else 0
 
 

@@ -18,14 +18,17 @@ from specdec_cli.given import Given, collect
 Command = Callable[[Given], None]
 
 
-def with_flags(*panels: Panel) -> Callable[[Command], Callable[..., None]]:
-    """Gives a command that takes one `Given` the flags of the panels."""
+def with_flags(*panels: Panel, words: Words) -> Callable[[Command], Callable[..., None]]:
+    """Gives a command that takes one `Given` the flags of the panels.
+
+    Typer is shown those that ``words`` use, which takes a fraction of the time, or all for a help
+    page.
+    """
     rows = [(flag, panel.title) for panel in panels for flag in panel.flags]
     flags = {flag.parameter: flag for flag, _ in rows}
 
     def decorate(command: Command) -> Callable[..., None]:
-        def run(ctx: typer.Context, **values: Any) -> None:
-            words: Words = ctx.obj
+        def run(**values: Any) -> None:
             given = {
                 flags[name]: value
                 for name, value in sorted(values.items(), key=lambda kv: words.place(kv[0]))
@@ -33,17 +36,14 @@ def with_flags(*panels: Panel) -> Callable[[Command], Callable[..., None]]:
             }
             command(collect(list(flags.values()), given, os.environ, words.spelled))
 
-        parameters = [_context_parameter(), *(_parameter(flag, title) for flag, title in rows)]
+        shown = [row for row in rows if words.is_help or row[0].parameter in words.order]
+        parameters = [_parameter(flag, title) for flag, title in shown]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__, run.__name__ = command.__doc__, command.__name__
         return run
 
     return decorate
-
-
-def _context_parameter() -> inspect.Parameter:
-    return inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
 def _parameter(flag: Flag, title: str) -> inspect.Parameter:
