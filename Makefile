@@ -4,8 +4,9 @@ BIN := .venv/bin
 MODEL := downloads/SmolLM2-135M-Instruct.Q4_1.gguf
 DRAFT := models/SmolLM2-135M-Instruct-DSpark-b8.gguf
 PROMPT ?= Write a Python class Point with methods add, sub, mul and div, each returning a new Point.
+PEER := downloads/llama.cpp-venv
 
-.PHONY: help install demo test check format lint types docs clean
+.PHONY: help install demo test bench bench-peer check format lint types docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +29,13 @@ demo: .venv/installed $(MODEL) ## answer a prompt with a real model, speculative
 
 test: .venv/installed $(MODEL) ## run the tests
 	$(BIN)/python -m pytest
+
+bench: .venv/installed $(MODEL) ## measure speed here and in llama.cpp, and rounds with each draft
+	$(BIN)/python benchmarks/run.py $(MODEL) models/*.gguf
+
+bench-peer: ## build llama.cpp for `make bench`, in an environment of its own (10 minutes)
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
 check: .venv/installed lint types test ## everything that must be clean
 

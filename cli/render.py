@@ -126,6 +126,11 @@ class Display:
             if self.options.perf and self.options.verbosity >= 4:
                 self._stderr.print(perf_line(completion.statistics, self.load_seconds))
 
+    def hint(self, text: str) -> None:
+        """One line of advice below the statistics."""
+        if self.options.show_timings and self.options.verbosity > 0:
+            self._stderr.print(f"hint: {text}", style="yellow", markup=False)
+
     def save(self, text: str) -> None:
         """Writes the output file of a run that came to its end."""
         if self.options.file is not None:

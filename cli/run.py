@@ -133,7 +133,16 @@ class Run:
             display.end(session.last)
             raise
         display.end(session.last)
+        self._hint(session.last, is_chat=not isinstance(prompt, str))
         return session.last
+
+    def _hint(self, completion: Completion, *, is_chat: bool) -> None:
+        """Says why acceptance is low, if it is."""
+        from specdec.hints import explain
+
+        cause = explain(self.engine, completion.statistics, used_template=is_chat)
+        if cause is not None:
+            self.display.hint(cause)
 
     def _check(self, prompt: str | Sequence[Message]) -> None:
         from specdec.check import check_request

@@ -1,0 +1,128 @@
+"""`make bench`: specdec beside llama.cpp on one model, and what a round costs with each draft.
+
+The two programs take turns, every measurement in a fresh process, and medians are compared. What
+cannot be measured is said, never a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from specdec.bench import DEFAULT_PROMPTS, run_bench
+from specdec.errors import SpecdecError
+from specdec.options import Options
+
+HERE = Path(__file__).parent
+PEER_VARIABLE = "LLAMA_CPP_PYTHON"
+PEER = HERE.parent / "downloads" / "llama.cpp-venv" / "bin" / "python"
+Values = Mapping[str, float]
+
+
+def main() -> None:
+    """Prints everything."""
+    options = _arguments()
+    load = os.getloadavg()[0]
+    print(f"{options.model.name}, {options.threads} threads, medians of {options.rounds} rounds")
+    if load > 0.5:
+        print(f"The machine is busy (load average {load:.1f}): do not publish these numbers.")
+    compare(options.model, options.threads, options.rounds)
+    drafts = [path for path in options.drafts if path.exists()]
+    for path in set(options.drafts) - set(drafts):
+        print(f"not measured: {path} is not there")
+    if drafts:
+        rounds_with_drafts(options.model, drafts, options.threads)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("drafts", type=Path, nargs="*")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def compare(model: Path, n_threads: int, n_rounds: int) -> None:
+    """The table of both programs; of one if the other is not there."""
+    programs = {"specdec": (sys.executable, HERE / "measure_specdec.py")}
+    peer = os.environ.get(PEER_VARIABLE, str(PEER))
+    if Path(peer).exists():
+        programs["llama.cpp"] = (peer, HERE / "measure_llama_cpp.py")
+    else:
+        print(f"not measured: llama.cpp, {peer} is not there; build it with: make bench-peer")
+    found: dict[str, list[Values]] = {name: [] for name in programs}
+    for _ in range(n_rounds):
+        for name, (python, script) in programs.items():
+            values = _measure([python, str(script), str(model), str(n_threads)])
+            if values is None:
+                print(f"not measured: {name}, see its message above")
+                continue
+            found[name].append(values)
+    _print_table({name: _medians(runs) for name, runs in found.items() if runs})
+
+
+def _measure(command: Sequence[str]) -> Values | None:
+    """What one process reports; None if it fails. Its messages go to stderr."""
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode or not result.stdout.strip():
+        return None
+    values: Values = json.loads(result.stdout.splitlines()[-1])
+    return values
+
+
+def _medians(runs: Sequence[Values]) -> Values:
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def _print_table(found: Mapping[str, Values]) -> None:
+    """Rows of numbers; with both programs also the ratio, above 1 where specdec is better."""
+    if not found:
+        return
+    both = len(found) == 2
+    print(f"\n{'':<22}" + "".join(f"{name:>12}" for name in found) + ("   ratio" if both else ""))
+    for key in next(iter(found.values())):
+        numbers = [values[key] for values in found.values()]
+        line = f"{key:<22}" + "".join(f"{number:>12.2f}" for number in numbers)
+        if both:
+            ours, theirs = numbers
+            is_speed = key.endswith("/s")
+            line += f"{ours / theirs if is_speed else theirs / ours:>8.2f}"
+        print(line)
+
+
+def rounds_with_drafts(model: Path, drafts: Sequence[Path], n_threads: int) -> None:
+    """Milliseconds of a round by its parts, for each draft at its full length."""
+    layer = {
+        "model.path": model,
+        "model.n_threads": n_threads,
+        "sampling.temp": 0.0,
+        "bench.drafts": tuple(drafts),
+        "bench.n_max": (1, 7),
+        "bench.n_predict": 32,
+        "bench.n_repetitions": 1,
+    }
+    try:
+        report = run_bench(Options().merge(layer), DEFAULT_PROMPTS[:3])
+    except SpecdecError as error:
+        print(f"not measured: rounds with drafts: {error}")
+        return
+    print(f"\n{'ms per round':<22}   n  observe    draft   target   verify   length   tokens/s")
+    for result in report.results:
+        one = result.configuration
+        times = (result.observe_ms, result.draft_ms, result.target_ms, result.verify_ms)
+        print(
+            f"{one.name:<22}{one.n_max or 0:>4}"
+            + "".join(f"{value:>9.2f}" for value in times)
+            + f"{result.acceptance_length:>9.2f}{result.tokens_per_second:>11.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The work that both programs do, and the form of their answer. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+PROMPT = [100 + 37 * i % 5000 for i in range(256)]
+"""Token ids of the prompt: in every vocabulary, and never the same twice in a row."""
+N_GENERATE = 64
+DEPTH = len(PROMPT) + N_GENERATE
+"""Tokens in the cache when passes are timed."""
+PASSES = (1, 2, 4, 8)
+"""Tokens of a pass with logits on every row: what verification costs."""
+N_TIMED = 7
+
+
+def timed(run: Callable[[], None]) -> float:
+    """The median of several runs in seconds, after one that does not count."""
+    run()
+    seconds = []
+    for _ in range(N_TIMED):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def report(load: float, prompt: float, generate: float, passes: Mapping[int, float]) -> None:
+    """Prints what was measured, times in seconds, as one line of JSON."""
+    values = {
+        "load time, s": load,
+        "prompt, tokens/s": len(PROMPT) / prompt,
+        "generation, tokens/s": N_GENERATE / generate,
+    }
+    values |= {f"pass of {n}, ms": 1000 * seconds for n, seconds in passes.items()}
+    print(json.dumps(values), flush=True)
