@@ -288,8 +288,10 @@ class Session:
 
     def _reuse(self, tokens: list[int], options: Options) -> int:
         """Cuts cache and drafter to what they share with a new prompt; returns that length."""
-        kept = _common_prefix(self._text[: self._cache.length], tokens[:-1])
-        kept = self.drafter.begin(options.sampling, kept)
+        common = _common_prefix(self._text[: self._cache.length], tokens[:-1])
+        kept = self._cache.reachable(common)
+        while (held := self._cache.reachable(self.drafter.begin(options.sampling, kept))) < kept:
+            kept = held
         self._cache.truncate(kept)
         self._text = list(tokens)
         return kept

@@ -1,7 +1,8 @@
-"""Keys and values of the tokens a model has read, one buffer a layer.
+"""Keys and values of the tokens a model has read, one buffer a layer; states of recurrent layers.
 
 Knows lengths and layouts, nothing about attention. Truncation moves a number; memory is taken in
-steps so that a long context costs only what is used.
+steps so that a long context costs only what is used. A recurrent layer cannot be cut at any length:
+it keeps one state for each row of the last forward, and truncation selects one.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ class CacheShape:
     n_head_kv: int
     head_dim: int
     head_dim_v: int
+    state: tuple[tuple[int, ...], ...] = ()
+    """Shapes of what a recurrent layer carries from row to row; empty = not recurrent."""
+
+
+State = tuple[Tensor, ...]
+"""What a recurrent layer carries, float32; zeros before the first token."""
 
 
 class KVCache:
     """Keys [Hkv, length, Dh] and values [Hkv, length, Dv] of every layer, preallocated in steps.
 
     One forward calls `append` once a layer and `advance` once at its end; rows past ``length`` are
-    free to be overwritten. Raises `CacheError` when a length cannot be reached.
+    free to be overwritten. Recurrent layers keep the states after each row of the last forward and
+    at least the ``n_states`` latest ones. Raises `CacheError` when a length cannot be reached.
     """
 
     def __init__(
@@ -42,8 +50,10 @@ class KVCache:
         device: torch.device,
         dtype_k: torch.dtype = torch.float32,
         dtype_v: torch.dtype = torch.float32,
+        n_states: int = 1,
     ) -> None:
         self.n_ctx = n_ctx
+        self.n_states = n_states
         self.length = 0
         self._keys = [
             torch.empty(s.n_head_kv, 0, s.head_dim, device=device, dtype=dtype_k) for s in shapes
@@ -51,6 +61,13 @@ class KVCache:
         self._values = [
             torch.empty(s.n_head_kv, 0, s.head_dim_v, device=device, dtype=dtype_v) for s in shapes
         ]
+        self._zeros: dict[int, State] = {
+            layer: tuple(torch.zeros(size, device=device) for size in shape.state)
+            for layer, shape in enumerate(shapes)
+            if shape.state
+        }
+        self._states: dict[int, dict[int, State]] = {}
+        self._reset_states()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k [T, Hkv, Dh] and v [T, Hkv, Dv] behind the committed rows of one layer.
@@ -74,15 +91,49 @@ class KVCache:
             self._values[layer][:, : self.length].to(dtype),
         )
 
+    def begin_pass(self) -> None:
+        """Drops the states before the last ``n_states``; for the start of a forward."""
+        for states in self._states.values():
+            for length in [n for n in states if n <= self.length - self.n_states]:
+                del states[length]
+
+    def state(self, layer: int) -> State:
+        """What a recurrent layer carries behind the committed rows; not to be written to."""
+        return self._states[layer][self.length]
+
+    def put_state(self, layer: int, rows: int, state: State) -> None:
+        """Keeps the state of a recurrent layer behind ``rows`` further rows."""
+        self._states[layer][self.length + rows] = state
+
     def advance(self, n: int) -> None:
         """Commits the ``n`` rows appended to every layer since the last call."""
         self.length += n
+
+    def reachable(self, length: int) -> int:
+        """The greatest length up to ``length`` that `truncate` can reach; at worst 0."""
+        length = min(length, self.length)
+        for states in self._states.values():
+            return max((n for n in states if n <= length), default=0)
+        return length
 
     def truncate(self, length: int) -> None:
         """Forgets all rows from ``length`` on; costs nothing."""
         if not 0 <= length <= self.length:
             raise CacheError(f"cache: cannot truncate {self.length} rows to {length}")
+        if self.reachable(length) < length:
+            raise CacheError(
+                f"cache: the recurrent state behind {length} of {self.length} rows is not kept; "
+                "read the tokens again"
+            )
         self.length = length
+        if length == 0:
+            self._reset_states()
+        for states in self._states.values():
+            for later in [n for n in states if n > length]:
+                del states[later]
+
+    def _reset_states(self) -> None:
+        self._states = {layer: {0: zeros} for layer, zeros in self._zeros.items()}
 
     def _grow(self, layer: int, rows: int) -> None:
         capacity = min(self.n_ctx, max(-(-rows // GROWTH), 1) * GROWTH)

@@ -18,6 +18,7 @@ DRAFTERS = Registry(
         "ngram-cache": "specdec.drafters.ngram_cache:build",
         "draft-simple": "specdec.drafters.draft_model:build",
         "draft-eagle3": "specdec.drafters.eagle3:build",
+        "draft-mtp": "specdec.drafters.mtp:build",
         "draft-dflash": "specdec.drafters.dflash:build",
         "draft-dspark": "specdec.drafters.dflash:build",
         "draft-dflash2": "specdec.drafters.dflash:build",

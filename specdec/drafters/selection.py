@@ -15,6 +15,7 @@ from specdec.drafters.compatibility import check_vocabulary
 from specdec.drafters.dflash import head_of
 from specdec.drafters.dflash.validate import check_draft
 from specdec.drafters.eagle3_validate import check_eagle3
+from specdec.drafters.mtp.validate import check_mtp
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
@@ -123,6 +124,7 @@ def _check_draft(
     assert name in SPEC_TYPES
     if draft_file is None:
         if name == "draft-mtp" and has_mtp_layers(target_file):
+            check_mtp(target_file, None)
             return
         raise UsageError(f"--spec-type: {name} requires a draft model; give one with -md")
     found = draft_type(draft_file)
@@ -138,5 +140,7 @@ def _check_draft(
         check_vocabulary(target_file, draft_file)
     if name == "draft-eagle3":
         check_eagle3(target_file, draft_file)
+    if name == "draft-mtp":
+        check_mtp(target_file, draft_file)
     if name in DFLASH_TYPES:
         check_draft(target_file, draft_file, spec.draft)

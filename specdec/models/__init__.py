@@ -21,12 +21,22 @@ ARCHITECTURES = Registry(
         "qwen3": "specdec.models.qwen3:load",
         "qwen3moe": "specdec.models.qwen3moe:load",
         "gemma3": "specdec.models.gemma3:load",
+        "hy_v3": "specdec.models.hy_v3:load",
+        "glm4moe": "specdec.models.glm4moe:load",
     },
 )
 """``general.architecture`` -> a function from an open file to a `Target`."""
 
+MTP_ARCHITECTURES = Registry(
+    "architecture with MTP layers",
+    {
+        "hy_v3": "specdec.models.hy_v3:read_spec",
+        "glm4moe": "specdec.models.glm4moe:read_spec",
+    },
+)
+"""``general.architecture`` -> a function from file, rope options and block to a `LayerSpec`."""
 
-DRAFT_ARCHITECTURES = ("dflash", "eagle3")
+DRAFT_ARCHITECTURES = ("dflash", "eagle3", "gemma4-assistant")
 """Architectures of files that cannot run on their own."""
 
 
@@ -48,6 +58,16 @@ def check_architecture(file: GGUFFile) -> None:
         raise ModelFileError(
             f"{file.path}: holds a vocabulary only, no weights; give a whole model"
         )
+    if _holds_mtp_layers_alone(file):
+        raise UnsupportedError(
+            f"{file.path}: holds MTP layers without the model, not a target; give it with -md and "
+            "the target with -m"
+        )
+
+
+def _holds_mtp_layers_alone(file: GGUFFile) -> bool:
+    first, last = "blk.0.attn_norm.weight", file.get_int(file.key("block_count"), default=0) - 1
+    return first not in file.tensors and f"blk.{last}.nextn.eh_proj.weight" in file.tensors
 
 
 def load_target(

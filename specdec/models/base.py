@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +42,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     """c in c * tanh(logits / c); 0 = none."""
+    final_tap: int = -1
+    """The tap that MTP layers read: the final state after (-1) or before (n_layer) its norm."""
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ class Target(nn.Module):
         super().__init__()
         self.config = config
         self.token_embd = nn.Embedding(config.n_vocab, config.n_embd)
-        self.blk = nn.ModuleList(DecoderLayer(spec) for spec in specs)
+        self.blk = nn.ModuleList(spec.new_layer() for spec in specs)
         self.output_norm = nn.RMSNorm(config.n_embd, eps=config.rms_eps)
         if not tied:
             self.output = nn.Linear(config.n_embd, config.n_vocab, bias=False)
@@ -85,10 +88,20 @@ class Target(nn.Module):
         *,
         dtype_k: torch.dtype = torch.float32,
         dtype_v: torch.dtype = torch.float32,
+        n_states: int = 1,
     ) -> KVCache:
-        """An empty cache for ``n_ctx`` tokens; memory is taken as it fills."""
-        shapes = [layer.spec.cache_shape for layer in self._layers]
-        return KVCache(shapes, n_ctx, device=self.device, dtype_k=dtype_k, dtype_v=dtype_v)
+        """An empty cache for ``n_ctx`` tokens; memory is taken as it fills.
+
+        ``n_states``: see `KVCache`; it matters for recurrent layers only.
+        """
+        return KVCache(
+            [layer.spec.cache_shape for layer in self._layers],
+            n_ctx,
+            device=self.device,
+            dtype_k=dtype_k,
+            dtype_v=dtype_v,
+            n_states=n_states,
+        )
 
     def forward(
         self,
@@ -101,10 +114,11 @@ class Target(nn.Module):
         """Runs tokens [T] int64 at positions ``cache.length`` ... and commits them to the cache.
 
         ``taps``: k in 0 ... n_layer is the residual stream entering layer k (n_layer: after the
-        last layer, before the output norm). ``logit_rows``: None = all, 1 = the last, 0 = none.
+        last layer, before the output norm), -1 the same after the output norm. ``logit_rows``: None = all, 1 = the last, 0 = none.
         When all logits are wanted (verification, single steps) rows are computed in blocks of
         `ROW_BLOCK`, so that a row's numbers do not depend on how many rows share the pass.
         """
+        cache.begin_pass()
         if logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
             blocks = [self._exact(part, cache, taps) for part in torch.split(tokens, ROW_BLOCK)]
         else:
@@ -118,6 +132,16 @@ class Target(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table, [T] -> [T, D], without the architecture's scale."""
         return self.token_embd(tokens)  # type: ignore[no-any-return]
+
+    def keys_values(self, layer: int, hidden: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """What ``layer`` keeps of its input rows [T, D] at positions ``start`` ...
+
+        Keys [T, Hkv, Dh] and values [T, Hkv, Dv], as in the cache after a pass over these rows.
+        """
+        positions = torch.arange(start, start + hidden.shape[0], device=hidden.device)
+        rotary = self._rotary[self._rotary_of[layer]](positions)
+        block = self._layers[layer]
+        return block.keys_values(block.attn_norm(hidden), rotary)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The output matrix alone (no norm, no soft cap), [T, D] -> [T, V] float32."""
@@ -159,6 +183,8 @@ class Target(nn.Module):
             _store(tapped, taps, index, hidden)
             hidden = layer(hidden, cache, index, tables[self._rotary_of[index]], rows)
         _store(tapped, taps, len(self._layers), hidden)
+        if -1 in taps:
+            _store(tapped, taps, -1, self.output_norm(hidden))
         cache.advance(rows.count)
         return hidden, tapped
 
@@ -220,15 +246,15 @@ def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
     return tuple(file.load("rope_freqs.weight").tolist())
 
 
-def read_layer_spec(file: GGUFFile, options: RopeOptions) -> LayerSpec:
-    """The block that most architectures share, from the metadata and the tensors of block 0.
+def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> LayerSpec:
+    """A block of the kind that most architectures share, from metadata and the block's tensors.
 
-    Raises `ModelFileError` for missing or impossible sizes.
+    Keys that may hold one number a layer are read for ``layer``. Raises `ModelFileError` for missing or impossible sizes.
     """
     key = file.key
     n_embd = file.get_int(key("embedding_length"))
-    n_head = file.get_int(key("attention.head_count"))
-    n_head_kv = file.get_int(key("attention.head_count_kv"), default=n_head)
+    n_head = read_per_layer(file, "attention.head_count", layer)
+    n_head_kv = read_per_layer(file, "attention.head_count_kv", layer, default=n_head)
     if min(n_embd, n_head, n_head_kv) < 1 or n_head % n_head_kv:
         raise ModelFileError(
             f"{file.path}: {n_head} attention heads over {n_head_kv} key/value heads and width "
@@ -236,7 +262,7 @@ def read_layer_spec(file: GGUFFile, options: RopeOptions) -> LayerSpec:
         )
     head_dim = file.get_int(key("attention.key_length"), default=n_embd // n_head)
     n_expert = file.get_int(key("expert_count"), default=0)
-    n_ff = file.get_int(key("feed_forward_length"))
+    n_ff = read_per_layer(file, "feed_forward_length", layer)
     if n_expert:
         n_ff = file.get_int(key("expert_feed_forward_length"), default=n_ff)
     scale = file.get_float(key("attention.scale"), default=0.0)
@@ -256,11 +282,35 @@ def read_layer_spec(file: GGUFFile, options: RopeOptions) -> LayerSpec:
         rms_eps=file.get_float(key("attention.layer_norm_rms_epsilon")),
         rope=read_rope(file, n_rot, options),
         attention_scale=scale or 1.0 / math.sqrt(head_dim),
-        has_qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        has_output_bias="blk.0.attn_output.bias" in file.tensors,
+        has_qkv_bias=f"blk.{layer}.attn_q.bias" in file.tensors,
+        has_output_bias=f"blk.{layer}.attn_output.bias" in file.tensors,
         n_expert=n_expert,
         n_expert_used=file.get_int(key("expert_used_count"), default=0),
     )
+
+
+def read_per_layer(file: GGUFFile, suffix: str, layer: int, default: int | None = None) -> int:
+    """The integer at a key that holds one number for all blocks or one for each of them."""
+    key = file.key(suffix)
+    if default is not None and key not in file.metadata:
+        return default
+    if isinstance(file.metadata.get(key), np.ndarray):
+        return file.get_ints(key, length=file.get_int(file.key("block_count")))[layer]
+    return file.get_int(key)
+
+
+def count_mtp_layers(file: GGUFFile) -> int:
+    """`nextn_predict_layers`: how many of the last blocks predict tokens further ahead.
+
+    Raises `ModelFileError` unless some blocks are left for the model itself.
+    """
+    n_mtp = file.get_int(file.key("nextn_predict_layers"), default=0)
+    if not 0 <= n_mtp < max(file.get_int(file.key("block_count")), 1):
+        raise ModelFileError(
+            f"{file.path}: {file.key('nextn_predict_layers')} is {n_mtp}, expected fewer than "
+            f"{file.key('block_count')}"
+        )
+    return n_mtp
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
@@ -269,7 +319,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise ModelFileError(f"{file.path}: tensor token_embd.weight is missing; no model weights")
     return ModelConfig(
         architecture=file.architecture,
-        n_layer=file.get_int(file.key("block_count")),
+        n_layer=file.get_int(file.key("block_count")) - count_mtp_layers(file),
         n_embd=file.get_int(file.key("embedding_length")),
         n_vocab=file.tensors["token_embd.weight"].shape[0],
         n_ctx_train=file.get_int(file.key("context_length"), default=0),

@@ -8,7 +8,6 @@ the rotate-half layout here; files that interleave them are rearranged once at l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.kv_cache import CacheShape, KVCache
+from specdec.models.experts import Routing, mix_experts, narrow_linear, route
 
 ROW_BLOCK = 8
 """Rows of a pass whose numbers must not depend on how many rows share it (see `Rows.exact`)."""
@@ -62,9 +62,18 @@ class LayerSpec:
     """Keys visible to a query, itself included; 0 = all."""
     n_expert: int = 0
     n_expert_used: int = 0
+    n_ff_shared: int = 0
+    """Width of the expert that every row uses; 0 = none."""
+    routing: Routing = Routing()
+    expert_bias: Literal["", "exp_probs_b", "exp_probs_b.bias"] = ""
+    """Name of the bias that takes part in the choice of experts; empty = none."""
+    ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
+    """The file's name for the norm before the feed-forward branch."""
     has_sinks: bool = False
     shares_kv: bool = False
     """Values are the keys before their norm and rotation, normalised without a weight."""
+    has_value_norm: bool = False
+    """Values are normalised without a weight."""
     value_scale: float = 1.0
     """Factor on the attention's output, after its projection."""
     has_output_scale: bool = False
@@ -73,6 +82,10 @@ class LayerSpec:
     def cache_shape(self) -> CacheShape:
         """Heads and widths of what this layer keeps in the cache."""
         return CacheShape(self.n_head_kv, self.head_dim, self.head_dim_v)
+
+    def new_layer(self) -> DecoderLayer:
+        """A module for this layer, without weights."""
+        return DecoderLayer(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,30 +195,6 @@ def causal_mask(start: int, n_rows: int, window: int, device: torch.device) -> T
     return visible & (queries - keys < window) if window else visible
 
 
-def mix_experts(
-    x: Tensor,  # [T, D]
-    probs: Tensor,  # [T, X] the router's softmax
-    n_used: int,
-    run: Callable[[Tensor, int], Tensor],
-    rows: Rows,
-) -> Tensor:
-    """Weighted sum [T, D] of each row's ``n_used`` best experts, weights renormalised to one.
-
-    In an exact pass every chosen expert reads all rows, so that each product keeps its shape.
-    """
-    top, chosen = probs.topk(n_used, dim=-1)
-    weights = torch.zeros_like(probs).scatter(1, chosen, top / top.sum(dim=-1, keepdim=True))
-    weights = weights.to(x.dtype)
-    out = torch.zeros_like(x)
-    for expert in torch.unique(chosen[: rows.count]).tolist():
-        if rows.exact:
-            out = out + weights[:, expert : expert + 1] * run(x, expert)
-            continue
-        mine = weights[:, expert].nonzero().squeeze(1)
-        out.index_add_(0, mine, weights[mine, expert, None] * run(x[mine], expert))
-    return out
-
-
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """SiLU, or GELU in its tanh form."""
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
@@ -217,8 +206,24 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
-        n_q, n_kv = spec.n_head * spec.head_dim, spec.n_head_kv * spec.head_dim
         self.attn_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
+        self.add_attention(spec)
+        if spec.has_post_norms:
+            self.post_attention_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
+            self.post_ffw_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
+        if spec.has_output_scale:
+            self.layer_output_scale = WeightOnly(1)
+        self.add_module(spec.ffn_norm, nn.RMSNorm(spec.n_embd, eps=spec.rms_eps))
+        if spec.n_expert:
+            self.add_experts(spec)
+        else:
+            self.ffn_gate = nn.Linear(spec.n_embd, spec.n_ff, bias=False)
+            self.ffn_up = nn.Linear(spec.n_embd, spec.n_ff, bias=False)
+            self.ffn_down = nn.Linear(spec.n_ff, spec.n_embd, bias=False)
+
+    def add_attention(self, spec: LayerSpec) -> None:
+        """Makes the parameters of the attention branch."""
+        n_q, n_kv = spec.n_head * spec.head_dim, spec.n_head_kv * spec.head_dim
         self.attn_q = nn.Linear(spec.n_embd, n_q, bias=spec.has_qkv_bias)
         self.attn_k = nn.Linear(spec.n_embd, n_kv, bias=spec.has_qkv_bias)
         if not spec.shares_kv:
@@ -231,21 +236,21 @@ class DecoderLayer(nn.Module):
             self.attn_k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_eps)
         if spec.has_sinks:
             self.attn_sinks = WeightOnly(spec.n_head)
-        if spec.has_post_norms:
-            self.post_attention_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
-            self.post_ffw_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
-        if spec.has_output_scale:
-            self.layer_output_scale = WeightOnly(1)
-        self.ffn_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
-        if spec.n_expert:
-            self.ffn_gate_inp = nn.Linear(spec.n_embd, spec.n_expert, bias=False)
-            self.ffn_gate_exps = WeightOnly(spec.n_expert, spec.n_ff, spec.n_embd)
-            self.ffn_up_exps = WeightOnly(spec.n_expert, spec.n_ff, spec.n_embd)
-            self.ffn_down_exps = WeightOnly(spec.n_expert, spec.n_embd, spec.n_ff)
-        else:
-            self.ffn_gate = nn.Linear(spec.n_embd, spec.n_ff, bias=False)
-            self.ffn_up = nn.Linear(spec.n_embd, spec.n_ff, bias=False)
-            self.ffn_down = nn.Linear(spec.n_ff, spec.n_embd, bias=False)
+
+    def add_experts(self, spec: LayerSpec) -> None:
+        """Makes the parameters of a routed feed-forward branch."""
+        self.ffn_gate_inp = nn.Linear(spec.n_embd, spec.n_expert, bias=False)
+        self.ffn_gate_exps = WeightOnly(spec.n_expert, spec.n_ff, spec.n_embd)
+        self.ffn_up_exps = WeightOnly(spec.n_expert, spec.n_ff, spec.n_embd)
+        self.ffn_down_exps = WeightOnly(spec.n_expert, spec.n_embd, spec.n_ff)
+        if spec.expert_bias == "exp_probs_b":
+            self.exp_probs_b = nn.Parameter(torch.empty(spec.n_expert))
+        elif spec.expert_bias:
+            self.exp_probs_b = BiasOnly(spec.n_expert)
+        if spec.n_ff_shared:
+            self.ffn_gate_shexp = nn.Linear(spec.n_embd, spec.n_ff_shared, bias=False)
+            self.ffn_up_shexp = nn.Linear(spec.n_embd, spec.n_ff_shared, bias=False)
+            self.ffn_down_shexp = nn.Linear(spec.n_ff_shared, spec.n_embd, bias=False)
 
     def forward(
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor], rows: Rows
@@ -257,7 +262,8 @@ class DecoderLayer(nn.Module):
         keys, values = cache.append(layer, k[: rows.count], v[: rows.count])
         mixed = self.attend_causal(q, keys, values, rows)
         hidden = hidden + self.project_attention(mixed)
-        return self.finish(hidden, self.feed_forward(self.ffn_norm(hidden), rows))
+        x = getattr(self, self.spec.ffn_norm)(hidden)
+        return self.finish(hidden, self.feed_forward(x, rows))
 
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Queries [T, H, Dh] of normed input [T, D]: projected, normed, rotated and scaled."""
@@ -274,6 +280,8 @@ class DecoderLayer(nn.Module):
             v = F.rms_norm(raw, (self.spec.head_dim,), eps=self.spec.rms_eps)
         else:
             v = self.attn_v(x).unflatten(-1, (self.spec.n_head_kv, self.spec.head_dim_v))
+            if self.spec.has_value_norm:
+                v = F.rms_norm(v, (self.spec.head_dim_v,), eps=self.spec.rms_eps)
         return rotate(k, *rotary), v
 
     def attend_causal(self, q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
@@ -302,10 +310,22 @@ class DecoderLayer(nn.Module):
     def feed_forward(self, x: Tensor, rows: Rows) -> Tensor:
         """The feed-forward branch of normed input, [T, D] -> [T, D]."""
         if self.spec.n_expert:
-            probs = self.ffn_gate_inp(x).float().softmax(dim=-1)
-            return mix_experts(x, probs, self.spec.n_expert_used, self._run_expert, rows)
+            return self._mix_experts(x, rows)
         gate = activate(self.ffn_gate(x), self.spec.activation)
         return self.ffn_down(gate * self.ffn_up(x))  # type: ignore[no-any-return]
+
+    def _mix_experts(self, x: Tensor, rows: Rows) -> Tensor:
+        spec = self.spec
+        bias = getattr(self, "exp_probs_b", None)
+        if isinstance(bias, BiasOnly):
+            bias = bias.bias
+        scores = narrow_linear(x, self.ffn_gate_inp.weight)
+        weights = route(scores, spec.n_expert_used, spec.routing, bias)
+        out = mix_experts(x, weights, self._run_expert, rows)
+        if not spec.n_ff_shared:
+            return out
+        gate = activate(self.ffn_gate_shexp(x), spec.activation)
+        return out + self.ffn_down_shexp(gate * self.ffn_up_shexp(x))  # type: ignore[no-any-return]
 
     def _run_expert(self, x: Tensor, expert: int) -> Tensor:
         gate = activate(F.linear(x, self.ffn_gate_exps.weight[expert]), self.spec.activation)
@@ -326,3 +346,11 @@ class WeightOnly(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
+
+
+class BiasOnly(nn.Module):
+    """A tensor without a layer of its own that files store as ``NAME.bias``."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(shape))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
-from specdec.models.base import ModelConfig, Target
+from specdec.models.base import ModelConfig, Target, count_mtp_layers, read_per_layer
+from specdec.models.experts import Routing
 from specdec.models.layers import LayerSpec, interleaved_to_halves
 
 Transform = Callable[[str, Tensor], Tensor]
@@ -79,25 +82,74 @@ def build_target(
     *,
     transform: Transform | None = None,
 ) -> Target:
-    """A loaded target whose output matrix is the embedding table if the file has no other."""
+    """A loaded target whose output matrix is the embedding table if the file has no other.
+
+    Blocks for multi-token prediction behind the ``specs`` are left alone.
+    """
     last = f"blk.{len(specs) - 1}.attn_norm.weight"
     if last not in file.tensors:
         raise ModelFileError(f"{file.path}: tensor {last} is missing; the file is incomplete")
     with torch.device("meta"):
         target = Target(config, specs, tied="output.weight" not in file.tensors)
-    load_weights(target, file, ignored=("rope_freqs.weight",), transform=transform)
+    ignored = ("rope_freqs.weight", *mtp_tensors(file))
+    load_weights(target, file, ignored=ignored, transform=transform)
     return target
 
 
+def mtp_tensors(file: GGUFFile) -> list[str]:
+    """Names of the tensors of the last `nextn_predict_layers` blocks."""
+    end = file.get_int(file.key("block_count"))
+    first = end - count_mtp_layers(file)
+    return [name for name in file.tensors if first <= block_of(name) < end]
+
+
+def block_of(name: str) -> int:
+    """The block that a tensor belongs to by its name, ``blk.N.``; -1 if to none."""
+    part = name.split(".", 2)
+    return int(part[1]) if part[0] == "blk" and part[1:2] and part[1].isdecimal() else -1
+
+
 def count_layers(file: GGUFFile) -> int:
-    """``block_count``, checked against the tensors so that a wild value costs nothing."""
+    """Blocks of the model itself, checked against the tensors so that a wild value costs nothing.
+
+    That is ``block_count`` without the blocks for multi-token prediction.
+    """
     n_layer = file.get_int(file.key("block_count"))
     if not 0 < n_layer <= len(file.tensors):
         raise ModelFileError(
             f"{file.path}: {file.key('block_count')} is {n_layer}, but the file has "
             f"{len(file.tensors)} tensors"
         )
-    return n_layer
+    return n_layer - count_mtp_layers(file)
+
+
+def read_experts(file: GGUFFile, spec: LayerSpec, layer: int, routing: Routing) -> LayerSpec:
+    """``spec`` with the feed-forward branch that the tensors of block ``layer`` make up.
+
+    Dense without a router (`ffn_gate_inp`). Raises `ModelFileError` for impossible counts.
+    """
+    block = f"blk.{layer}."
+    if block + "ffn_gate_inp.weight" not in file.tensors:
+        n_ff = read_per_layer(file, "feed_forward_length", layer)
+        return replace(spec, n_expert=0, n_ff=n_ff)
+    n_expert = file.get_int(file.key("expert_count"))
+    n_used = file.get_int(file.key("expert_used_count"))
+    if not 0 < n_used <= n_expert:
+        raise ModelFileError(
+            f"{file.path}: {file.key('expert_used_count')} must be 1 to {n_expert}, got {n_used}"
+        )
+    names: tuple[Literal["exp_probs_b", "exp_probs_b.bias"], ...]
+    names = ("exp_probs_b", "exp_probs_b.bias")
+    shared = file.tensors.get(block + "ffn_gate_shexp.weight")
+    return replace(
+        spec,
+        n_expert=n_expert,
+        n_expert_used=n_used,
+        n_ff=file.get_int(file.key("expert_feed_forward_length")),
+        n_ff_shared=shared.shape[0] if shared else 0,
+        routing=routing,
+        expert_bias=next((name for name in names if block + name in file.tensors), ""),
+    )
 
 
 def rotary_to_halves(specs: Sequence[LayerSpec]) -> Transform:

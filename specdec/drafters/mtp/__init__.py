@@ -1,0 +1,37 @@
+"""draft-mtp: multi-token-prediction layers, which come with the target or in a file of their own.
+
+A head reads pairs (token at P, the target's final hidden state at P - 1) and predicts the token at
+P + 1. Three variants: one head that is applied again and again, several heads in a chain, and the
+Gemma 4 assistant, which reads the target's keys and values. References: DeepSeek-V3 (arXiv
+2412.19437, section 2.2), llama.cpp's `common/speculative.cpp`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specdec.drafters.mtp.drafter import MTPDrafter
+    from specdec.drafters.selection import DraftContext
+
+ASSISTANT = "gemma4-assistant"
+"""Architecture of a head that has no keys and values of its own."""
+
+
+def build(context: DraftContext) -> MTPDrafter:
+    """The drafter for the MTP layers in the draft file of ``context``, or in its target file."""
+    from specdec.drafters.mtp.drafter import MTPDrafter
+    from specdec.drafters.mtp.heads import load_heads
+
+    draft = context.draft_file
+    if draft is not None:
+        model = load_heads(draft, context.target, context.device, is_separate=True)
+    else:
+        model = load_heads(context.target_file, context.target, context.device)
+    return MTPDrafter(
+        model,
+        context.spec.draft,
+        context.n_ctx,
+        dtype_k=context.dtype_k,
+        dtype_v=context.dtype_v,
+    )

@@ -1,0 +1,169 @@
+"""MTP heads with keys and values of their own: one that is repeated, or several in a chain.
+
+For a pair (token t, hidden row h) at position P a head computes
+
+    x  = eh_proj [rms(embd t) * enorm ; rms(h) * hnorm]
+    x' = decoder layer (x)                        rotated at P, with a cache of its own
+    y  = rms(x') * shared_head_norm               logits = head y
+
+and its hidden output, the next step's h, is y or x', of the same kind as the target's own h.
+"""
+
+from __future__ import annotations
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.drafters.mtp.model import MTPModel
+from specdec.gguf_file import GGUFFile
+from specdec.kv_cache import KVCache
+from specdec.models import MTP_ARCHITECTURES
+from specdec.models.base import Target, count_mtp_layers
+from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, Rows
+from specdec.models.loading import block_of, load_modules
+from specdec.options import RopeOptions
+
+
+class NextN(nn.Module):
+    """What a head has besides its decoder layer; files store it as ``blk.N.nextn``."""
+
+    def __init__(self, file: GGUFFile, block: int, n_vocab: int, spec: LayerSpec) -> None:
+        super().__init__()
+        n_embd, eps = spec.n_embd, spec.rms_eps
+        self.eh_proj = nn.Linear(2 * n_embd, n_embd, bias=False)
+        self.enorm = nn.RMSNorm(n_embd, eps=eps)
+        self.hnorm = nn.RMSNorm(n_embd, eps=eps)
+        if f"blk.{block}.nextn.embed_tokens.weight" in file.tensors:
+            self.embed_tokens = nn.Embedding(n_vocab, n_embd)
+        if f"blk.{block}.nextn.shared_head_head.weight" in file.tensors:
+            self.shared_head_head = nn.Linear(n_embd, n_vocab, bias=False)
+        if f"blk.{block}.nextn.shared_head_norm.weight" in file.tensors:
+            self.shared_head_norm = nn.RMSNorm(n_embd, eps=eps)
+
+
+class Ends(nn.Module):
+    """Embeddings, norm and output matrix of a separate file; else they are the target's."""
+
+    def __init__(self, file: GGUFFile, n_vocab: int, spec: LayerSpec) -> None:
+        super().__init__()
+        self.token_embd = nn.Embedding(n_vocab, spec.n_embd)
+        self.output_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
+        if "output.weight" in file.tensors:
+            self.output = nn.Linear(spec.n_embd, n_vocab, bias=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Target.embed`."""
+        return self.token_embd(tokens)  # type: ignore[no-any-return]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """See `Target.lm_head`."""
+        matrix = self.output if hasattr(self, "output") else self.token_embd
+        return F.linear(hidden, matrix.weight).float()
+
+
+class MTPBlocks(nn.Module):
+    """The heads' decoder layers, each with its `NextN`, under the names that files use."""
+
+    def __init__(
+        self, file: GGUFFile, first: int, n_vocab: int, specs: Sequence[LayerSpec]
+    ) -> None:
+        super().__init__()
+        self.layers = [spec.new_layer() for spec in specs]
+        self.nextn = [
+            NextN(file, block, n_vocab, spec) for block, spec in enumerate(specs, start=first)
+        ]
+        self.blk = nn.ModuleDict()
+        for block, (layer, nextn) in enumerate(zip(self.layers, self.nextn, strict=True), first):
+            layer.add_module("nextn", nextn)
+            if f"blk.{block}.layer_output_norm.weight" in file.tensors:
+                norm = nn.RMSNorm(layer.spec.n_embd, eps=layer.spec.rms_eps)
+                layer.add_module("layer_output_norm", norm)
+            self.blk[str(block)] = layer
+
+
+class MTPHeads(MTPModel):
+    """The heads of one file and the ends that they share."""
+
+    def __init__(
+        self, blocks: MTPBlocks, ends: Ends | Target, final_tap: int, device: torch.device
+    ) -> None:
+        specs = [layer.spec for layer in blocks.layers]
+        self.blocks = blocks
+        self.ends = ends
+        self.device = device
+        self.taps = (final_tap,)
+        self.n_embd = specs[0].n_embd
+        self.n_max = len(specs) if len(specs) > 1 else None
+        self.cache_shapes = [spec.cache_shape for spec in specs]
+        self._rotary = [RotaryEmbedding(spec.rope) for spec in specs]
+
+    def read(self, tokens: Tensor, taps: Tensor, before: Tensor, cache: KVCache) -> None:
+        """See `MTPModel.read`: every head reads every pair."""
+        for head in range(len(self.blocks.layers)):
+            self._run(head, tokens, before, cache)
+        cache.advance(tokens.shape[0])
+
+    def step(self, tokens: Tensor, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """See `MTPModel.step`.
+
+        A single head has read the earlier pairs in the steps before. In a chain every step has its
+        own head, which reads the whole draft.
+        """
+        if self.n_max is None:
+            head = 0
+            out = self._run(head, tokens[-1:], hidden[-1:], cache)
+            cache.advance(1)
+        else:
+            head = tokens.shape[0] - 1
+            out = self._run(head, tokens, hidden, cache)
+        normed = self._norm(head, out[-1])
+        return self._logits(head, normed), normed if self.taps == (-1,) else out[-1]
+
+    def _run(self, head: int, tokens: Tensor, hidden: Tensor, cache: KVCache) -> Tensor:
+        """x' [T, D] of T pairs behind the committed ones; appends them to the head's layer."""
+        nextn, layer = self.blocks.nextn[head], self.blocks.layers[head]
+        own = getattr(nextn, "embed_tokens", None)
+        embeddings = self.ends.embed(tokens) if own is None else own(tokens)
+        embeddings = embeddings.to(self.device)
+        x = nextn.eh_proj(torch.cat((nextn.enorm(embeddings), nextn.hnorm(hidden)), dim=-1))
+        rows = Rows(cache.length, tokens.shape[0], exact=False)
+        positions = torch.arange(rows.start, rows.start + rows.count, device=self.device)
+        return layer(x, cache, head, self._rotary[head](positions), rows)  # type: ignore[no-any-return]
+
+    def _norm(self, head: int, x: Tensor) -> Tensor:
+        nextn, layer = self.blocks.nextn[head], self.blocks.layers[head]
+        own = getattr(nextn, "shared_head_norm", None) or getattr(layer, "layer_output_norm", None)
+        return (own or self.ends.output_norm)(x)  # type: ignore[no-any-return]
+
+    def _logits(self, head: int, normed: Tensor) -> Tensor:
+        own = getattr(self.blocks.nextn[head], "shared_head_head", None)
+        return self.ends.lm_head(normed) if own is None else own(normed).float()
+
+
+def load_heads(
+    file: GGUFFile, target: Target, device: torch.device, *, is_separate: bool = False
+) -> MTPHeads:
+    """The MTP layers in ``file``, the target's own (on its device) or a separate one.
+
+    Raises `ModelFileError` for a missing, left-over or misshapen tensor.
+    """
+    read_spec = MTP_ARCHITECTURES.load(file.architecture)
+    end = file.get_int(file.key("block_count"))
+    first = end - count_mtp_layers(file)
+    specs = [read_spec(file, RopeOptions(), layer) for layer in range(first, end)]
+    n_vocab = target.config.n_vocab
+    with torch.device("meta"):
+        blocks = MTPBlocks(file, first, n_vocab, specs)
+        ends = Ends(file, n_vocab, specs[0]) if is_separate else target
+    modules = [blocks, ends] if isinstance(ends, Ends) else [blocks]
+    trunk = [name for name in file.tensors if block_of(name) < first]
+    load_modules(modules, file, ignored=trunk)
+    device = device if is_separate else target.device
+    for module in modules:
+        module.to(device).requires_grad_(False).eval()
+    return MTPHeads(blocks, ends, target.config.final_tap, device)
