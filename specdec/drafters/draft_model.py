@@ -104,9 +104,7 @@ class DraftModel:
     def _new_cache(self) -> KVCache:
         dtype_k, dtype_v = self._dtypes
         n_states = self.n_max + 2  # a whole draft is undone step by step
-        return self.model.new_cache(
-            self.n_ctx, dtype_k=dtype_k, dtype_v=dtype_v, n_states=n_states
-        )
+        return self.model.new_cache(self.n_ctx, dtype_k=dtype_k, dtype_v=dtype_v, n_states=n_states)
 
     def _longest(self, room: int) -> int:
         """The draft length that fits the room and the context the draft was trained for."""

@@ -114,9 +114,10 @@ class Target(nn.Module):
         """Runs tokens [T] int64 at positions ``cache.length`` ... and commits them to the cache.
 
         ``taps``: k in 0 ... n_layer is the residual stream entering layer k (n_layer: after the
-        last layer, before the output norm), -1 the same after the output norm. ``logit_rows``: None = all, 1 = the last, 0 = none.
-        When all logits are wanted (verification, single steps) rows are computed in blocks of
-        `ROW_BLOCK`, so that a row's numbers do not depend on how many rows share the pass.
+        last layer, before the output norm), -1 the same after the output norm. ``logit_rows``:
+        None = all, 1 = the last, 0 = none. When all logits are wanted (verification, single steps)
+        rows are computed in blocks of `ROW_BLOCK`, so that a row's numbers do not depend on how
+        many rows share the pass.
         """
         cache.begin_pass()
         if logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
@@ -249,7 +250,8 @@ def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
 def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> LayerSpec:
     """A block of the kind that most architectures share, from metadata and the block's tensors.
 
-    Keys that may hold one number a layer are read for ``layer``. Raises `ModelFileError` for missing or impossible sizes.
+    Keys that may hold one number a layer are read for ``layer``. Raises `ModelFileError` for
+    missing or impossible sizes.
     """
     key = file.key
     n_embd = file.get_int(key("embedding_length"))

@@ -30,6 +30,10 @@ class Routing:
     """Factor on the weights (`expert_weights_scale`)."""
 
 
+SOFTMAX = Routing()
+"""Softmax over all experts, the weights of the chosen ones normalised."""
+
+
 def route(scores: Tensor, n_used: int, routing: Routing, bias: Tensor | None = None) -> Tensor:
     """Expert weights [T, X] of router scores [T, X]; exactly ``n_used`` a row are not zero.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.kv_cache import CacheShape, KVCache
-from specdec.models.experts import Routing, mix_experts, narrow_linear, route
+from specdec.models.experts import SOFTMAX, Routing, mix_experts, narrow_linear, route
 
 ROW_BLOCK = 8
 """Rows of a pass whose numbers must not depend on how many rows share it (see `Rows.exact`)."""
@@ -64,7 +64,7 @@ class LayerSpec:
     n_expert_used: int = 0
     n_ff_shared: int = 0
     """Width of the expert that every row uses; 0 = none."""
-    routing: Routing = Routing()
+    routing: Routing = SOFTMAX
     expert_bias: Literal["", "exp_probs_b", "exp_probs_b.bias"] = ""
     """Name of the bias that takes part in the choice of experts; empty = none."""
     ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
@@ -202,6 +202,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 class DecoderLayer(nn.Module):
     """One block as its `LayerSpec` describes it, in plain torch operations."""
+
+    ffn_norm: nn.Module
+    exp_probs_b: nn.Parameter | BiasOnly
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from specdec.drafters.mtp.drafter import MTPDrafter
     from specdec.drafters.selection import DraftContext
 
-ASSISTANT = "gemma4-assistant"
-"""Architecture of a head that has no keys and values of its own."""
-
 
 def build(context: DraftContext) -> MTPDrafter:
     """The drafter for the MTP layers in the draft file of ``context``, or in its target file."""

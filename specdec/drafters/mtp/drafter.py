@@ -66,7 +66,11 @@ class MTPDrafter:
         self._final.advance(final.shape[0])
 
     def draft(self, last_token: int, room: int) -> Draft:
-        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`."""
+        """Up to `n_max` tokens; ends before the first one whose confidence is below `p_min`.
+
+        Drafts shorter than `n_min` are dropped if they are greedy and it is not for lack of room. A
+        drawn draft stands: to drop it for what was drawn would favour the other tokens.
+        """
         length = min(self.n_max, room)
         end = "n_max" if length == self.n_max else "room"
         tokens, hidden, picks = [last_token], [self._waiting()], list[Pick]()
@@ -82,8 +86,9 @@ class MTPDrafter:
             tokens.append(pick.token)
             hidden.append(output)
         self._cache.truncate(committed)
-        if len(picks) < max(self.options.n_min, 1):
-            return Draft(end="n_min" if picks else end)
+        is_short = end != "room" and len(picks) < self.options.n_min
+        if is_short and not self._sampler.samples:
+            return Draft(end="n_min")
         return Draft([pick.token for pick in picks], as_candidates(picks), end)
 
     def accept(self, accepted: int) -> None:

@@ -11,8 +11,6 @@ and its hidden output, the next step's h, is y or x', of the same kind as the ta
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +22,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import MTP_ARCHITECTURES
 from specdec.models.base import Target, count_mtp_layers
-from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, Rows
+from specdec.models.layers import LayerSpec, RotaryEmbedding, Rows
 from specdec.models.loading import block_of, load_modules
 from specdec.options import RopeOptions
 
