@@ -29,6 +29,10 @@ class CacheShape:
     state: tuple[tuple[int, ...], ...] = ()
     """Shapes of what a recurrent layer carries from row to row; empty = not recurrent."""
 
+    def describe(self) -> str:
+        """Heads and widths in words, for messages."""
+        return f"{self.n_head_kv} key/value heads of {self.head_dim} and {self.head_dim_v}"
+
 
 State = tuple[Tensor, ...]
 """What a recurrent layer carries, float32; zeros before the first token."""

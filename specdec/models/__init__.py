@@ -23,6 +23,9 @@ ARCHITECTURES = Registry(
         "gemma3": "specdec.models.gemma3:load",
         "hy_v3": "specdec.models.hy_v3:load",
         "glm4moe": "specdec.models.glm4moe:load",
+        "mimo2": "specdec.models.mimo2:load",
+        "gemma4": "specdec.models.gemma4:load",
+        "qwen35": "specdec.models.qwen35:load",
     },
 )
 """``general.architecture`` -> a function from an open file to a `Target`."""
@@ -32,6 +35,8 @@ MTP_ARCHITECTURES = Registry(
     {
         "hy_v3": "specdec.models.hy_v3:read_spec",
         "glm4moe": "specdec.models.glm4moe:read_spec",
+        "mimo2": "specdec.models.mimo2:read_spec",
+        "qwen35": "specdec.models.qwen35:read_spec",
     },
 )
 """``general.architecture`` -> a function from file, rope options and block to a `LayerSpec`."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from specdec.errors import ModelFileError, UnsupportedError
 from specdec.gguf_file import GGUFFile
-from specdec.kv_cache import KVCache
+from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.layers import (
     ROW_BLOCK,
     DecoderLayer,
@@ -95,7 +95,7 @@ class Target(nn.Module):
         ``n_states``: see `KVCache`; it matters for recurrent layers only.
         """
         return KVCache(
-            [layer.spec.cache_shape for layer in self._layers],
+            [self.cache_shape(layer) for layer in range(len(self._layers))],
             n_ctx,
             device=self.device,
             dtype_k=dtype_k,
@@ -133,6 +133,10 @@ class Target(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table, [T] -> [T, D], without the architecture's scale."""
         return self.token_embd(tokens)  # type: ignore[no-any-return]
+
+    def cache_shape(self, layer: int) -> CacheShape:
+        """What ``layer`` keeps of the tokens it has read."""
+        return self._layers[layer].spec.cache_shape
 
     def keys_values(self, layer: int, hidden: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """What ``layer`` keeps of its input rows [T, D] at positions ``start`` ...

@@ -35,6 +35,10 @@ PAIRS = {
     "mtp_hyv3_head": ("mtp_hyv3", "mtp_hyv3_trunk", "mtp_hyv3_head"),
     "mtp_hyv3_head_on_whole_file": ("mtp_hyv3", "mtp_hyv3", "mtp_hyv3_head"),
     "mtp_glm4moe": ("mtp_glm4moe", "mtp_glm4moe", None),
+    "mtp_mimo2": ("mtp_mimo2", "mtp_mimo2", None),
+    "mtp_qwen35": ("mtp_qwen35", "mtp_qwen35", None),
+    "mtp_gemma4": ("mtp_gemma4_assistant", "mtp_gemma4", "mtp_gemma4_assistant"),
+    "mtp_chain_accepted": ("mtp_chain_accepted", "mtp_chain_accepted", None),
     "mtp_accepted": ("mtp_accepted", "mtp_accepted", None),
 }
 """Recording, target file, draft file."""

@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 def build(context: DraftContext) -> MTPDrafter:
     """The drafter for the MTP layers in the draft file of ``context``, or in its target file."""
+    from specdec.drafters.mtp.assistant import load_assistant
     from specdec.drafters.mtp.drafter import MTPDrafter
     from specdec.drafters.mtp.heads import load_heads
+    from specdec.drafters.mtp.model import MTPModel
+    from specdec.drafters.mtp.validate import ASSISTANT_TARGETS
 
     draft = context.draft_file
-    if draft is not None:
+    model: MTPModel
+    if draft is not None and draft.architecture in ASSISTANT_TARGETS:
+        model = load_assistant(draft, context.target, context.device)
+    elif draft is not None:
         model = load_heads(draft, context.target, context.device, is_separate=True)
     else:
         model = load_heads(context.target_file, context.target, context.device)
