@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tiny
 import tiny_drafts
+import tiny_mtp
 import torch
 from fakes import ForcedVerifier
 from torch import Tensor
@@ -47,6 +48,8 @@ class Case:
     types: tuple[str, ...]
     write_draft: Callable[[Path], Path] | None = None
     """Writes the draft file for the tiny target; None = the type needs none."""
+    target: str = "llama"
+    """Architecture of the tiny target."""
     sampled: bool = False
     """Drafts are sampled and verified by rejection."""
     follows_rounds: bool = False
@@ -124,6 +127,10 @@ def _lilicorr_lucky(path: Path) -> Path:
     return tiny_drafts.write_dflash(path, head="draft-lilicorr", block_size=4, d2t=_common_tokens())
 
 
+def _assistant(path: Path) -> Path:
+    return tiny_mtp.write_assistant(path)
+
+
 def _common_tokens() -> tuple[int, ...]:
     """The two tokens that plain decoding emits most: a draft of these is right now and then."""
     target, cache = tiny_target(), tiny_target().new_cache(N_CTX)
@@ -161,10 +168,14 @@ CASES = (
     Case("draft-lilicorr", ("draft-lilicorr",), _lilicorr),
     Case("draft-lilicorr-lucky", ("draft-dflash",), _lilicorr_lucky),
     Case("draft-lilicorr-sampled", ("draft-lilicorr",), _lilicorr, sampled=True),
+    Case("draft-mtp-hybrid", ("draft-mtp",), target="qwen35"),
+    Case("draft-mtp-chained", ("draft-mtp",), target="mimo2"),
+    Case("draft-mtp-assistant", ("draft-mtp",), _assistant, target="gemma4"),
+    Case("draft-mtp-sampled", ("draft-mtp",), target="hy_v3", sampled=True),
     Case("mixed", ("draft-simple", "ngram-cache", "ngram-mod"), _liar, follows_rounds=True),
 )
 DETERMINISTIC = tuple(case for case in CASES if not case.sampled)
-WITHOUT_FILE = tuple(case for case in CASES if case.write_draft is None)
+WITHOUT_FILE = tuple(case for case in CASES if case.types[0].startswith("ngram"))
 
 
 def name(value: object) -> str | None:
@@ -180,6 +191,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 @functools.cache
 def _target_file(architecture: str) -> GGUFFile:
     path = Path(_folder().name) / f"{architecture}.gguf"
+    if architecture in tiny_mtp.BLOCKS:
+        n_heads = 3 if architecture == "mimo2" else 1
+        return GGUFFile.open(tiny_mtp.write_mtp(path, architecture, n_heads=n_heads))
     return GGUFFile.open(tiny.write_target(path, architecture=architecture))
 
 
@@ -207,12 +221,12 @@ def spec_options(case: Case, n_max: int) -> SpecOptions:
 
 
 def build(case: Case, n_max: int = 4) -> FirstOf:
-    """The drafters of a row, ready for `begin`, made for the tiny llama target."""
-    spec, target_file = spec_options(case, n_max), _target_file("llama")
+    """The drafters of a row, ready for `begin`, made for its tiny target."""
+    spec, target_file = spec_options(case, n_max), _target_file(case.target)
     draft_file = None if case.write_draft is None else _draft_file(case.write_draft)
     context = DraftContext(
         spec=replace(spec),
-        target=tiny_target(),
+        target=tiny_target(case.target),
         target_file=target_file,
         draft_file=draft_file,
         n_ctx=N_CTX,
@@ -249,17 +263,18 @@ class Recorder:
 
 
 def forced_rounds(
+    case: Case,
     drafter: Drafter,
     accepted: Sequence[int],
     prompt: Sequence[int] = PROMPT,
     n_batch: int = N_CTX,
     kept: int = 0,
 ) -> list[int]:
-    """The text after one round per entry of ``accepted`` over the tiny target, prompt included.
+    """The text after one round per entry of ``accepted`` over a row's target, prompt included.
 
     ``drafter`` has begun and holds the first ``kept`` tokens.
     """
-    target = tiny_target()
+    target = tiny_target(case.target)
     cache = target.new_cache(N_CTX)
     if kept:
         target(torch.tensor(prompt[:kept]), cache, logit_rows=0)
@@ -273,9 +288,9 @@ def forced_rounds(
     return text
 
 
-def show(drafter: Drafter, text: Sequence[int], start: int = 0) -> None:
+def show(case: Case, drafter: Drafter, text: Sequence[int], start: int = 0) -> None:
     """``drafter`` observes the tokens of ``text`` from ``start`` on, with the target's taps."""
-    tokens, target = torch.tensor(text), tiny_target()
+    tokens, target = torch.tensor(text), tiny_target(case.target)
     output = target(tokens, target.new_cache(N_CTX), taps=drafter.taps, logit_rows=0)
     drafter.observe(tokens[start:], None if output.hidden is None else output.hidden[start:])
 

@@ -91,7 +91,7 @@ def test_every_spec_type_without_a_file_has_a_row() -> None:
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=name)
 def test_real_target(case: Case, sampling: SamplingOptions) -> None:
-    statistics = agree(tiny_target(), case, 4, sampling, Limits(N_CTX, n_predict=40))
+    statistics = agree(tiny_target(case.target), case, 4, sampling, Limits(N_CTX, n_predict=40))
     assert statistics.drafted > 0
 
 
@@ -104,7 +104,7 @@ def test_other_architecture(case: Case) -> None:
 @pytest.mark.parametrize("n_max", [1, 2, 3, 7, 12])
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=name)
 def test_every_draft_length(case: Case, n_max: int) -> None:
-    statistics = agree(tiny_target(), case, n_max, SAMPLING["seeded"], Limits(N_CTX, 16))
+    statistics = agree(tiny_target(case.target), case, n_max, SAMPLING["seeded"], Limits(N_CTX, 16))
     assert statistics.drafted >= statistics.accepted
 
 
@@ -137,11 +137,11 @@ def test_every_context_length(case: Case) -> None:
 def test_end_token_anywhere(case: Case) -> None:
     """Each token of a plain reply in turn ends it, so the end falls on every slot of a block."""
     greedy = SAMPLING["greedy"]
-    plain, _, _ = run(tiny_target(), FirstOf([]), greedy, Limits(N_CTX, n_predict=12))
+    plain, _, _ = run(tiny_target(case.target), FirstOf([]), greedy, Limits(N_CTX, n_predict=12))
     drafter = build(case)
     for token in dict.fromkeys(plain):
         limits = Limits(N_CTX, n_predict=12, end_tokens=frozenset({token}))
-        reply, finish, _ = run(tiny_target(), drafter, greedy, limits)
+        reply, finish, _ = run(tiny_target(case.target), drafter, greedy, limits)
         assert reply == plain[: plain.index(token) + 1]
         assert finish is Finish.STOP
 

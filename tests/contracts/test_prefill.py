@@ -30,19 +30,19 @@ def compare(left: Recorder, right: Recorder) -> None:
 
 
 def request(
-    drafter: FirstOf, kept: int = 0, n_batch: int = 512, prompt: list[int] = PROMPT
+    case: Case, drafter: FirstOf, kept: int = 0, n_batch: int = 512, prompt: list[int] = PROMPT
 ) -> Recorder:
     """The drafts of one request."""
     recorder = Recorder(drafter)
     assert recorder.begin(SAMPLING, kept) == kept
-    forced_rounds(recorder, ACCEPTED, prompt, n_batch, kept)
+    forced_rounds(case, recorder, ACCEPTED, prompt, n_batch, kept)
     return recorder
 
 
 @pytest.mark.parametrize("n_batch", [1, 3, 7])
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_chunks(case: Case, n_batch: int) -> None:
-    compare(request(build(case), n_batch=n_batch), request(build(case)))
+    compare(request(case, build(case), n_batch=n_batch), request(case, build(case)))
 
 
 @pytest.mark.parametrize("kept", [1, 5, len(PROMPT) - 1])
@@ -52,8 +52,8 @@ def test_kept_prefix(case: Case, kept: int) -> None:
     reused, again = build(case), build(case)
     before = [*PROMPT[:kept], *range(100, 110)]
     for drafter in (reused, again):
-        request(drafter, prompt=before)
-    compare(request(reused, kept=kept), request(again))
+        request(case, drafter, prompt=before)
+    compare(request(case, reused, kept=kept), request(case, again))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_kept_prefix(case: Case, kept: int) -> None:
 def test_second_request(case: Case) -> None:
     """Earlier requests leave nothing behind (but in ngram-mod's shared table)."""
     used = build(case)
-    request(used, prompt=PROMPT[::-1])
-    compare(request(used), request(build(case)))
+    request(case, used, prompt=PROMPT[::-1])
+    compare(request(case, used), request(case, build(case)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -73,10 +73,10 @@ def test_a_copy_is_a_second_session(case: Case) -> None:
     for drafter in (first, undisturbed):
         drafter.begin(SAMPLING)
     prompt = PROMPT[:9]
-    forced_rounds(first, (1,), prompt)
-    forced_rounds(undisturbed, (1,), prompt)
+    forced_rounds(case, first, (1,), prompt)
+    forced_rounds(case, undisturbed, (1,), prompt)
     second = copy.copy(first)
     if "ngram-mod" in case.types:  # the shared table would learn from the second session
         second = FirstOf([one for one in second.drafters if one.name != "ngram-mod"])
-    request(second, prompt=[*range(90, 110)])
+    request(case, second, prompt=[*range(90, 110)])
     assert_same_draft(first.draft(70, 8), undisturbed.draft(70, 8))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from contracts.cases import CASES as DRAFTERS
-from contracts.cases import N_CTX, build, tiny_target
+from contracts.cases import N_CTX, Case, build, tiny_target
 from torch import Tensor
 
 from specdec.drafters.base import Candidates, Draft, DraftSampler, as_candidates
@@ -178,12 +178,12 @@ def test_the_draft_sampler_draws_from_the_q_it_reports(seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in DRAFTERS if case.sampled], ids=lambda c: c.id)
-def test_a_sampled_drafter_end_to_end(case: object) -> None:
+def test_a_sampled_drafter_end_to_end(case: Case) -> None:
     """The first token that a real draft was made for, over many seeds, against the target's p.
 
     Only the ten best tokens are kept, so that the counts are large.
     """
-    target, prompt = tiny_target(), [70, 71, 72]
+    target, prompt = tiny_target(case.target), [70, 71, 72]
     options = SamplingOptions(temp=1.0, samplers=("top_k", "temperature"), top_k=10, seed=0)
     cache = target.new_cache(N_CTX)
     logits = target(torch.tensor(prompt), cache, logit_rows=1).logits[0]

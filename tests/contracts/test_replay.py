@@ -16,6 +16,7 @@ import torch
 from contracts.cases import (
     CASES,
     PROMPT,
+    WITHOUT_FILE,
     Case,
     Recorder,
     assert_same_draft,
@@ -40,21 +41,21 @@ def test_next_draft_is_that_of_a_fresh_drafter(case: Case) -> None:
     drafter, fresh = Recorder(build(case, K)), build(case, K)
     for accepted in ACCEPTED:
         drafter.begin(SAMPLING)
-        text = forced_rounds(drafter, accepted)
+        text = forced_rounds(case, drafter, accepted)
         fresh.begin(SAMPLING)
-        show(fresh, text[:-1])
+        show(case, fresh, text[:-1])
         assert_same_draft(drafter.draft(text[-1], 8), fresh.draft(text[-1], 8))
     assert any(draft.tokens for draft in drafter.drafts)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_same_rounds_give_the_same_drafts_however_the_text_is_shown(case: Case) -> None:
-    for accepted in ACCEPTED[:: 1 if case.write_draft is None else 4]:
+    for accepted in ACCEPTED[:: 1 if case in WITHOUT_FILE else 4]:
         whole, pieces = Recorder(build(case, K)), Recorder(build(case, K), piece=1)
         whole.begin(SAMPLING)
         pieces.begin(SAMPLING)
-        forced_rounds(whole, accepted)
-        forced_rounds(pieces, accepted)
+        forced_rounds(case, whole, accepted)
+        forced_rounds(case, pieces, accepted)
         assert len(whole.drafts) == len(pieces.drafts)
         for left, right in zip(whole.drafts, pieces.drafts, strict=True):
             assert_same_draft(left, right)
@@ -68,7 +69,7 @@ def test_drafts_continue_an_earlier_place_of_the_text(case: Case) -> None:
     for accepted in ACCEPTED:
         drafter = Recorder(build(case, K))
         drafter.begin(SAMPLING)
-        text = forced_rounds(drafter, accepted)
+        text = forced_rounds(case, drafter, accepted)
         for draft in drafter.drafts:
             seen = list(itertools.pairwise(text))
             assert all(pair in seen for pair in itertools.pairwise(draft.tokens))
@@ -80,12 +81,12 @@ def test_an_empty_draft_leaves_no_trace(case: Case) -> None:
     asked, fresh = build(case, K), build(case, K)
     for drafter in (asked, fresh):
         drafter.begin(SAMPLING)
-        show(drafter, PROMPT)
+        show(case, drafter, PROMPT)
     unseen = 200
     if asked.draft(unseen, 8).tokens:
         asked.accept(0)
     for drafter in (asked, fresh):
-        show(drafter, [*PROMPT, unseen], len(PROMPT))
+        show(case, drafter, [*PROMPT, unseen], len(PROMPT))
     assert_same_draft(asked.draft(PROMPT[0], 8), fresh.draft(PROMPT[0], 8))
 
 
