@@ -111,7 +111,7 @@ class DeltaNetLayer(DecoderLayer):
         mixed = torch.zeros_like(inputs[:count])
         for i, weight in enumerate(self.ssm_conv1d.weight.unbind(dim=1)):
             mixed = mixed + inputs[i : i + count] * weight
-        heads = by_element(F.silu, mixed).unflatten(1, (-1, spec.state_size))
+        heads = by_element(F.silu, mixed).reshape(count, -1, spec.state_size)
         counts = [spec.n_key_heads, spec.n_key_heads, spec.n_value_heads]
         q, k, v = heads.split(counts, dim=1)
         q, k = (F.normalize(part, dim=-1, eps=spec.rms_eps) for part in (q, k))

@@ -57,8 +57,8 @@ def load(file: GGUFFile, rope: RopeOptions) -> Target:
         value = file.get_int(file.key(suffix), default=0)
         if value:
             raise UnsupportedError(
-                f"{file.path}: {file.key(suffix)} is {value}; only Gemma 4 models without per-layer "
-                "embeddings and shared caches (0) are supported"
+                f"{file.path}: {file.key(suffix)} is {value}, expected 0; Gemma 4 models with "
+                "per-layer embeddings or shared caches are not supported"
             )
     specs = [read_spec(file, rope, layer) for layer in range(count_layers(file))]
     config = replace(

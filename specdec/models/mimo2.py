@@ -42,7 +42,7 @@ class FusedLayer(DecoderLayer):
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """See `DecoderLayer.queries`."""
         q = F.linear(x, self.attn_qkv.weight[: self._ends[0]])
-        q = q.unflatten(-1, (self.spec.n_head, self.spec.head_dim))
+        q = q.view(-1, self.spec.n_head, self.spec.head_dim)
         return rotate(q, *rotary) * self.spec.attention_scale
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -50,8 +50,8 @@ class FusedLayer(DecoderLayer):
         spec, (k_start, v_start) = self.spec, self._ends
         k = F.linear(x, self.attn_qkv.weight[k_start:v_start])
         v = F.linear(x, self.attn_qkv.weight[v_start:])
-        k = k.unflatten(-1, (spec.n_head_kv, spec.head_dim))
-        return rotate(k, *rotary), v.unflatten(-1, (spec.n_head_kv, spec.head_dim_v))
+        k = k.view(-1, spec.n_head_kv, spec.head_dim)
+        return rotate(k, *rotary), v.view(-1, spec.n_head_kv, spec.head_dim_v)
 
 
 def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:

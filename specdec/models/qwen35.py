@@ -7,6 +7,7 @@ MTP layer, which is a gated attention layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
     spec = replace(
         read_layer_spec(file, rope, layer), has_qk_norm=True, ffn_norm="post_attention_norm"
     )
-    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    values: dict[str, Any] = {field.name: getattr(spec, field.name) for field in fields(spec)}
     n_layer = file.get_int(file.key("block_count")) - count_mtp_layers(file)
     interval = file.get_int(file.key("full_attention_interval"), default=4)
     if interval < 1:
@@ -69,7 +70,7 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
         )
     if layer >= n_layer or (layer + 1) % interval == 0:
         return GatedSpec(**values)
-    return DeltaNetSpec(**values, **_read_sizes(file))
+    return DeltaNetSpec(**(values | _read_sizes(file)))
 
 
 def _read_sizes(file: GGUFFile) -> dict[str, int]:

@@ -4,8 +4,8 @@ It sees what the target has read, which ends before the last token; only the hid
 the last token and the tokens drafted since. So all steps stand at one position n:
 
     x = pre_projection [sqrt(D) embd t ; h]
-    per layer: queries only, rotated at n; sliding layers attend to the target's layer n_layer - 2, the others to
-    n_layer - 1, both without the last token; norms, feed-forward and output scale as in the target
+    per layer: queries, rotated at n, attend to keys and values of the target's layer n_layer - 2
+               (sliding layers) or n_layer - 1; norms, feed-forward, output scale as in the target
     y = rms(x) * output_norm;   logits = token_embd y;   hidden output = post_projection y
 
 The target's cache belongs to the loop. Keys and values depend on a layer's input alone, so they are
