@@ -113,7 +113,7 @@ class DeltaNetLayer(DecoderLayer):
             mixed = mixed + inputs[i : i + count] * weight
         heads = by_element(F.silu, mixed).reshape(count, -1, spec.state_size)
         counts = [spec.n_key_heads, spec.n_key_heads, spec.n_value_heads]
-        q, k, v = heads.split(counts, dim=1)
+        q, k, v = torch.split(heads, counts, dim=1)
         q, k = (F.normalize(part, dim=-1, eps=spec.rms_eps) for part in (q, k))
         repeats = (1, spec.n_value_heads // spec.n_key_heads, 1)
         step = narrow_linear(x, self.ssm_alpha.weight) + self.ssm_dt.bias

@@ -173,9 +173,10 @@ def attention(
 ) -> Tensor:
     """Grouped-query attention [T, H, Dv]; softmax in float32. A sink is a score without a value."""
     n_rows, n_head_kv = q.shape[0], k.shape[0]
+    n_grouped = q.shape[1] // n_head_kv
     grouped = q.reshape(n_rows, n_head_kv, -1, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (grouped @ k.transpose(1, 2)).float()  # [Hkv, G * T, N]
-    scores = scores.view(n_head_kv, -1, n_rows, k.shape[1])
+    scores = scores.view(n_head_kv, n_grouped, n_rows, k.shape[1])
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     if sinks is not None:

@@ -1,0 +1,147 @@
+"""Targets whose files carry MTP layers: run without them, against llama.cpp's recorded numbers."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_mtp
+import torch
+
+from specdec.errors import ModelFileError, UnsupportedError
+from specdec.gguf_file import GGUFFile
+from specdec.models import load_target
+from specdec.models.base import Target
+from specdec.models.layers import ROW_BLOCK
+
+VECTORS = Path(__file__).parent.parent / "data" / "vectors"
+FILES = {
+    "mtp_hyv3": "mtp_hyv3",
+    "mtp_hyv3_trunk": "mtp_hyv3",
+    "mtp_glm4moe": "mtp_glm4moe",
+    "mtp_mimo2": "mtp_mimo2",
+    "mtp_qwen35": "mtp_qwen35",
+    "mtp_gemma4": "mtp_gemma4_assistant",
+    "mtp_accepted": "mtp_accepted",
+    "mtp_chain_accepted": "mtp_chain_accepted",
+}
+"""File -> recording."""
+DISTINCT = ("mtp_hyv3", "mtp_glm4moe", "mtp_mimo2", "mtp_qwen35", "mtp_gemma4")
+
+
+@functools.cache
+def target_of(name: str) -> Target:
+    with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
+        return load_target(file)
+
+
+def recording(name: str) -> dict[str, torch.Tensor]:
+    with np.load(VECTORS / f"{FILES[name]}.npz") as recorded:
+        values = {key: recorded[key] for key in recorded.files if key[0] == "p"}
+    return {
+        key: torch.from_numpy(value.astype(np.int64) if value.dtype == np.int32 else value)
+        for key, value in values.items()
+    }
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", FILES)
+def test_logits_and_greedy_text(name: str) -> None:
+    target, values = target_of(name), recording(name)
+    tolerance = 2e-2 if name == "mtp_gemma4" else 1e-4  # ggml's GELU is a half-precision table
+    for prompt in ("p0", "p1"):
+        if f"{prompt}_ids" not in values:
+            continue
+        cache, expected = target.new_cache(512), values[f"{prompt}_logits"]
+        logits = target(values[f"{prompt}_ids"], cache).logits
+        torch.testing.assert_close(logits[-len(expected) :], expected, atol=tolerance, rtol=0)
+        if f"{prompt}_greedy" in values:
+            text = [int(logits[-1].argmax())]
+            for _ in values[f"{prompt}_greedy"][1:]:
+                text.append(int(target(torch.tensor(text[-1:]), cache).logits.argmax()))
+            assert text == values[f"{prompt}_greedy"].tolist()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", DISTINCT)
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
+    target, ids = target_of(name), recording(name)["prompt_ids"]
+    one_by_one = target.new_cache(512)
+    alone = torch.cat([target(one, one_by_one).logits for one in ids.split(1)])
+    for size in (2, ROW_BLOCK, ROW_BLOCK + 1, len(ids)):
+        cache = target.new_cache(512)
+        together = torch.cat([target(part, cache).logits for part in ids.split(size)])
+        assert torch.equal(alone, together), f"{size} rows at once"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", DISTINCT)
+def test_prompt_chunks_agree_with_single_rows(name: str) -> None:
+    target, ids = target_of(name), recording(name)["prompt_ids"]
+    taps = (*range(target.n_taps), -1)
+    expected = target(ids, target.new_cache(512), taps=taps)
+    for size in (len(ids), 9):
+        cache = target.new_cache(512)
+        parts = [target(part, cache, taps=taps, logit_rows=1) for part in ids.split(size)]
+        hidden = torch.cat([part.hidden for part in parts])
+        torch.testing.assert_close(parts[-1].logits[0], expected.logits[-1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(hidden, expected.hidden, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", DISTINCT)
+def test_the_last_taps_are_the_state_before_and_after_the_output_norm(name: str) -> None:
+    target, ids = target_of(name), recording(name)["prompt_ids"]
+    before, after = target(
+        ids, target.new_cache(64), taps=(target.config.n_layer, -1)
+    ).hidden.unbind(1)
+    torch.testing.assert_close(after, target.output_norm(before))
+    logits = target(ids, target.new_cache(64)).logits
+    cap = target.config.logit_softcap
+    head = target.lm_head(after)
+    torch.testing.assert_close(logits, cap * torch.tanh(head / cap) if cap else head)
+
+
+@torch.inference_mode()
+def test_a_layers_keys_and_values_can_be_made_again_from_its_tap() -> None:
+    target, ids = target_of("mtp_gemma4"), recording("mtp_gemma4")["prompt_ids"]
+    cache = target.new_cache(64)
+    hidden = target(ids, cache, taps=range(3)).hidden
+    for layer in range(3):
+        keys, values = cache.committed(layer, torch.float32)
+        k, v = target.keys_values(layer, hidden[5:, layer], start=5)
+        torch.testing.assert_close(k.transpose(0, 1), keys[:, 5:])
+        torch.testing.assert_close(v.transpose(0, 1), values[:, 5:])
+
+
+def test_mtp_layers_alone_are_no_target() -> None:
+    with (
+        GGUFFile.open(VECTORS / "mtp_hyv3_head.gguf") as file,
+        pytest.raises(UnsupportedError, match="MTP layers without the model"),
+    ):
+        load_target(file)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "error", "message"),
+    [
+        ("hy_v3", {"nextn_predict_layers": 0}, ModelFileError, "not part of a hy_v3 model"),
+        ("hy_v3", {"nextn_predict_layers": 3}, ModelFileError, "nextn_predict_layers is 3"),
+        ("hy_v3", {"expert_used_count": 9}, ModelFileError, "expert_used_count must be 1 to 5"),
+        ("qwen35", {"nextn_predict_layers": None}, ModelFileError, "blk.2.ssm_a is missing"),
+        ("qwen35", {"full_attention_interval": 0}, ModelFileError, "is 0, expected above 0"),
+        ("qwen35", {"ssm.group_count": 3}, ModelFileError, "do not fit"),
+        ("qwen35", {"ssm.conv_kernel": 3}, ModelFileError, "ssm_conv1d.weight"),
+        ("mimo2", {"attention.sliding_window_pattern": [True]}, ModelFileError, "pattern"),
+        ("gemma4", {"embedding_length_per_layer_input": 8}, UnsupportedError, "per-layer"),
+        ("gemma4", {"rope.dimension_count_swa": 10}, ModelFileError, "even and at most 8"),
+    ],
+)
+def test_faulty_files_are_refused(
+    tmp_path: Path, architecture: str, metadata: dict, error: type, message: str
+) -> None:
+    path = tiny_mtp.write_mtp(tmp_path / "target.gguf", architecture, metadata=metadata)
+    with GGUFFile.open(path) as file, pytest.raises(error, match=message):
+        load_target(file)
