@@ -323,6 +323,7 @@ def _draft_context(
         dtype_k=cache_dtype(draft.cache_type_k, "--spec-draft-type-k"),
         dtype_v=cache_dtype(draft.cache_type_v, "--spec-draft-type-v"),
         device=pick_device(options.model, draft),
+        rope=options.model.rope,
     )
 
 

@@ -7,7 +7,7 @@ weights are read. Reference: llama.cpp's `common/speculative.cpp` and `common/ar
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specdec.drafters import DRAFTERS
@@ -19,7 +19,7 @@ from specdec.drafters.mtp.validate import check_mtp
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
-from specdec.options import DFLASH_TYPES, SPEC_TYPES, SpecOptions
+from specdec.options import DFLASH_TYPES, SPEC_TYPES, RopeOptions, SpecOptions
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,8 @@ class DraftContext:
     dtype_k: torch.dtype
     dtype_v: torch.dtype
     device: torch.device
+    rope: RopeOptions = field(default_factory=RopeOptions)
+    """The user's overrides for the target, which its MTP layers share."""
 
 
 def draft_type(file: GGUFFile) -> str:
@@ -80,11 +82,6 @@ def choose_types(
     for name in types:
         if name.startswith("draft-"):
             _check_draft(name, target_file, draft_file, spec)
-    missing = [name for name in types if name not in DRAFTERS]
-    if missing:
-        raise UsageError(
-            f"--spec-type: {missing[0]} is not supported yet; supported: {', '.join(DRAFTERS)}"
-        )
     return tuple(name for name in DRAFTERS if name in types)
 
 

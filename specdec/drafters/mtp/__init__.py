@@ -23,14 +23,14 @@ def build(context: DraftContext) -> MTPDrafter:
     from specdec.drafters.mtp.model import MTPModel
     from specdec.drafters.mtp.validate import ASSISTANT_TARGETS
 
-    draft = context.draft_file
+    draft, target, rope = context.draft_file, context.target, context.rope
     model: MTPModel
     if draft is not None and draft.architecture in ASSISTANT_TARGETS:
-        model = load_assistant(draft, context.target, context.device)
+        model = load_assistant(draft, target, rope, context.device)
     elif draft is not None:
-        model = load_heads(draft, context.target, context.device, is_separate=True)
+        model = load_heads(draft, target, rope, context.device, is_separate=True)
     else:
-        model = load_heads(context.target_file, context.target, context.device)
+        model = load_heads(context.target_file, target, rope, context.device)
     return MTPDrafter(
         model,
         context.spec.draft,

@@ -109,14 +109,16 @@ class AssistantModel(MTPModel):
         return logits, model.nextn["post_projection"](normed)
 
 
-def load_assistant(file: GGUFFile, target: Target, device: torch.device) -> AssistantModel:
-    """The assistant in ``file`` for ``target``.
+def load_assistant(
+    file: GGUFFile, target: Target, rope: RopeOptions, device: torch.device
+) -> AssistantModel:
+    """The assistant in ``file`` for ``target``, whose rotary overrides ``rope`` it shares.
 
     Raises `MismatchError` if its heads do not fit the target's keys and values, `ModelFileError`
     for a missing, left-over or misshapen tensor.
     """
     n_block = file.get_int(file.key("block_count"))
-    specs = [gemma4.read_spec(file, RopeOptions(), layer) for layer in range(n_block)]
+    specs = [gemma4.read_spec(file, rope, layer) for layer in range(n_block)]
     with torch.device("meta"):
         assistant = Assistant(specs, target.config.n_vocab, target.config.n_embd)
     model = AssistantModel(assistant, target, device)

@@ -144,16 +144,22 @@ class MTPHeads(MTPModel):
 
 
 def load_heads(
-    file: GGUFFile, target: Target, device: torch.device, *, is_separate: bool = False
+    file: GGUFFile,
+    target: Target,
+    rope: RopeOptions,
+    device: torch.device,
+    *,
+    is_separate: bool = False,
 ) -> MTPHeads:
     """The MTP layers in ``file``, the target's own (on its device) or a separate one.
 
-    Raises `ModelFileError` for a missing, left-over or misshapen tensor.
+    ``rope`` are the user's overrides for the target. Raises `ModelFileError` for a missing,
+    left-over or misshapen tensor.
     """
     read_spec = MTP_ARCHITECTURES.load(file.architecture)
     end = file.get_int(file.key("block_count"))
     first = end - count_mtp_layers(file)
-    specs = [read_spec(file, RopeOptions(), layer) for layer in range(first, end)]
+    specs = [read_spec(file, rope, layer) for layer in range(first, end)]
     n_vocab = target.config.n_vocab
     with torch.device("meta"):
         blocks = MTPBlocks(file, first, n_vocab, specs)
