@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.kv_cache import CacheShape, KVCache, State
+from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.experts import by_element, narrow_linear
 from specdec.models.layers import BiasOnly, DecoderLayer, LayerSpec, Rows, WeightOnly
+
+CHUNK = 64
+"""Rows of a prompt that are taken together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,8 @@ class DeltaRow(NamedTuple):
     """[VH, N]."""
     v: Tensor
     """[VH, N]."""
-    decay: Tensor
-    """[VH], the factor on S."""
+    log_decay: Tensor
+    """[VH], the logarithm of the factor on S, at most 0."""
     beta: Tensor
     """[VH], how much of the error is written."""
 
@@ -93,13 +96,16 @@ class DeltaNetLayer(DecoderLayer):
         x = self.attn_norm(hidden)
         tail, memory = cache.state(layer)
         inputs = torch.cat((tail, self.attn_qkv(x)))  # [K - 1 + T, C]
-        steps = self._rows(x, inputs)
-        out = x.new_zeros(x.shape[0], self.spec.n_value_heads, self.spec.state_size)
-        for row in range(rows.count):
-            memory, out[row] = delta_step(memory, DeltaRow(*(part[row] for part in steps)))
-            if rows.exact or row + 1 == rows.count:
-                state: State = (inputs[row + 1 : row + self.spec.conv_kernel].clone(), memory)
-                cache.put_state(layer, row + 1, state)
+        parts = self._rows(x, inputs)
+        out = torch.zeros_like(parts.v)
+        size = 1 if rows.exact else CHUNK
+        for start in range(0, rows.count, size):
+            end = min(start + size, rows.count)
+            chunk = DeltaRow(*(part[start:end] for part in parts))
+            memory, out[start:end] = delta_rows(memory, chunk)
+            if rows.exact or end == rows.count:
+                tail = inputs[end : end + self.spec.conv_kernel - 1].clone()
+                cache.put_state(layer, end, (tail, memory))
         gate = by_element(F.silu, self.attn_gate(x))
         hidden = hidden + self.ssm_out(self.ssm_norm(out).flatten(1) * gate)
         x = getattr(self, self.spec.ffn_norm)(hidden)
@@ -117,15 +123,46 @@ class DeltaNetLayer(DecoderLayer):
         q, k = (F.normalize(part, dim=-1, eps=spec.rms_eps) for part in (q, k))
         repeats = (1, spec.n_value_heads // spec.n_key_heads, 1)
         step = narrow_linear(x, self.ssm_alpha.weight) + self.ssm_dt.bias
-        decay = by_element(torch.exp, self.ssm_a * by_element(F.softplus, step))
+        log_decay = self.ssm_a * by_element(F.softplus, step)
         beta = by_element(torch.sigmoid, narrow_linear(x, self.ssm_beta.weight))
         q = q * spec.state_size**-0.5
-        return DeltaRow(q.repeat(repeats), k.repeat(repeats), v, decay, beta)
+        return DeltaRow(q.repeat(repeats), k.repeat(repeats), v, log_decay, beta)
+
+
+def delta_rows(memory: Tensor, rows: DeltaRow) -> tuple[Tensor, Tensor]:
+    """S [VH, N, N] (key by value) behind T rows, and what their queries read, [T, VH, N]."""
+    if rows.q.shape[0] == 1:
+        memory, out = delta_step(memory, DeltaRow(*(part[0] for part in rows)))
+        return memory, out[None]
+    return delta_chunk(memory, rows)
 
 
 def delta_step(memory: Tensor, row: DeltaRow) -> tuple[Tensor, Tensor]:
-    """S [VH, N, N] (key by value) behind one row, and what its query reads of it, [VH, N]."""
-    memory = memory * row.decay[:, None, None]
+    """`delta_rows` of one row without the leading axis, straight from the definition."""
+    memory = memory * row.log_decay.exp()[:, None, None]
     error = row.v - (row.k[:, None] @ memory).squeeze(1)
     memory = memory + row.k[:, :, None] * (row.beta[:, None] * error)[:, None]
     return memory, (row.q[:, None] @ memory).squeeze(1)
+
+
+def delta_chunk(memory: Tensor, rows: DeltaRow) -> tuple[Tensor, Tensor]:
+    """`delta_rows` in matrix products (arXiv 2412.06464, section 3.3).
+
+    With D_ij the decay from row j to row i, the errors that rows write solve a triangular system,
+
+        (1 + strictly lower part of beta_i D_ij k_i . k_j) e = beta (v - decayed S^T k)
+    """
+    q, k, v = (part.transpose(0, 1) for part in rows[:3])  # [VH, T, N]
+    total, beta = rows.log_decay.T.cumsum(dim=1), rows.beta.T[:, :, None]
+    causal = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+    between = total[:, :, None] - total[:, None]
+    between = between.masked_fill(~causal, -torch.inf).exp()  # D, [VH, T, T]
+    since = total.exp()[:, :, None]  # decay from before the first row
+    system = (beta * (k @ k.transpose(1, 2)) * between).tril(-1)
+    error = torch.linalg.solve_triangular(
+        system, beta * (v - (k * since) @ memory), upper=False, unitriangular=True
+    )
+    out = (q * since) @ memory + (q @ k.transpose(1, 2) * between) @ error
+    kept = k * (total[:, -1:] - total).exp()[:, :, None]
+    memory = memory * since[:, -1:] + kept.transpose(1, 2) @ error
+    return memory, out.transpose(0, 1)

@@ -14,7 +14,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models import load_target
 from specdec.models.base import Target
-from specdec.models.delta_net import DeltaRow, delta_step
+from specdec.models.delta_net import DeltaRow, delta_chunk, delta_step
 from specdec.options import (
     DraftOptions,
     GenerateOptions,
@@ -103,13 +103,30 @@ def test_more_states_are_kept_for_who_asks_for_them() -> None:
 def test_the_delta_rule_replaces_what_a_key_held() -> None:
     """With unit keys, beta 1 and no decay, a key reads back the value it was given last."""
     key = torch.nn.functional.normalize(torch.randn(2, 4), dim=-1)
-    memory, one = torch.zeros(2, 4, 4), torch.ones(2)
+    memory, one, half = torch.zeros(2, 4, 4), torch.ones(2), torch.full((2,), 0.5).log()
     for _ in range(3):
         value = torch.randn(2, 4)
-        memory, out = delta_step(memory, DeltaRow(key, key, value, one, one))
+        memory, out = delta_step(memory, DeltaRow(key, key, value, one * 0, one))
         torch.testing.assert_close(out, value)
-    memory, out = delta_step(memory, DeltaRow(key, key, value, one / 2, one * 0))
+    memory, out = delta_step(memory, DeltaRow(key, key, value, half, one * 0))
     torch.testing.assert_close(out, value / 2)
+
+
+@pytest.mark.parametrize("count", [2, 64])
+def test_rows_taken_together_agree_with_single_rows(count: int) -> None:
+    random = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    unit = [torch.nn.functional.normalize(draw(count, 3, 8), dim=-1) for _ in range(2)]
+    rows = DeltaRow(*unit, draw(count, 3, 8), -draw(count, 3).exp(), draw(count, 3).sigmoid())
+    memory = expected = draw(3, 8, 8)
+    found = delta_chunk(memory, rows)
+    for row in range(count):
+        expected, out = delta_step(expected, DeltaRow(*(part[row] for part in rows)))
+        torch.testing.assert_close(found[1][row], out, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-4)
 
 
 def options(path: Path, spec: SpecOptions) -> Options:
