@@ -140,6 +140,7 @@ def decode(
     if limits.n_predict == 0:
         return
     prefill(target, cache, drafter, prompt[cache.length : -1], limits.n_batch, progress)
+    cache.checkpoint()
     last_token, n_emitted, finish = prompt[-1], 0, None
     while finish is None:
         start = cache.length

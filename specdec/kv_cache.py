@@ -43,7 +43,8 @@ class KVCache:
 
     One forward calls `append` once a layer and `advance` once at its end; rows past ``length`` are
     free to be overwritten. Recurrent layers keep the states after each row of the last forward and
-    at least the ``n_states`` latest ones. Raises `CacheError` when a length cannot be reached.
+    at least the ``n_states`` latest ones, and those at one checkpoint. Raises `CacheError` when a
+    length cannot be reached.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class KVCache:
             if shape.state
         }
         self._states: dict[int, dict[int, State]] = {}
+        self._checkpoint = 0
         self._reset_states()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +100,13 @@ class KVCache:
     def begin_pass(self) -> None:
         """Drops the states before the last ``n_states``; for the start of a forward."""
         for states in self._states.values():
-            for length in [n for n in states if n <= self.length - self.n_states]:
+            old = [n for n in states if n <= self.length - self.n_states and n != self._checkpoint]
+            for length in old:
                 del states[length]
+
+    def checkpoint(self) -> None:
+        """Keeps the states at this length, too, in place of the checkpoint before."""
+        self._checkpoint = self.length
 
     def state(self, layer: int) -> State:
         """What a recurrent layer carries behind the committed rows; not to be written to."""

@@ -189,6 +189,12 @@ def test_a_target_without_mtp_layers_needs_a_draft() -> None:
     ("architecture", "changes", "error", "message"),
     [
         ("hy_v3", {"metadata": {"embedding_length": 48}}, MismatchError, "hidden width 48"),
+        (
+            "hy_v3",
+            {"n_heads": 2, "metadata": {"nextn_predict_layers": 1}},
+            MismatchError,
+            "3 layers",
+        ),
         ("mimo2", {}, MismatchError, "MTP layers for mimo2, but the target is a hy_v3 model"),
         ("qwen35", {"n_heads": 2}, UnsupportedError, "only supports a single MTP block, found 2"),
         ("hy_v3", {"metadata": {"nextn_predict_layers": None}}, ModelFileError, "is 0, expected"),

@@ -154,6 +154,18 @@ def test_a_session_reads_again_what_it_cannot_reach(path: Path, types: tuple[str
             assert again.token_ids == engine.generate(prompt).token_ids
 
 
+def test_a_second_reply_to_a_prompt_starts_at_its_end(path: Path) -> None:
+    """As in a conversation whose template drops part of the reply."""
+    with Engine.load(options(path, SpecOptions(types=("draft-mtp",)))) as engine:
+        session = engine.session()
+        first, second = "The quick brown fox", "The quick brown fox jumps over"
+        session.generate(first)
+        again = session.generate(second)
+        n_tokens = [len(engine.encode(prompt, {})) for prompt in (first, second)]
+        assert again.statistics.n_prompt == n_tokens[1] - n_tokens[0]
+        assert again.token_ids == engine.generate(second).token_ids
+
+
 @pytest.mark.parametrize("n_min", [0, 3])
 def test_a_hybrid_draft_model_takes_its_drafts_back(path: Path, tmp_path: Path, n_min: int) -> None:
     """A draft model runs row by row, so it needs states from before the last forward."""

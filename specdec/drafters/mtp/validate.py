@@ -5,7 +5,7 @@ Where llama.cpp has a text for a fault, the message has its words. Imports no to
 
 from __future__ import annotations
 
-from specdec.drafters.compatibility import check_tokens
+from specdec.drafters.compatibility import check_token_list, target_depth, target_vocabulary
 from specdec.errors import MismatchError, ModelFileError, UnsupportedError, unknown_name
 from specdec.gguf_file import GGUFFile
 from specdec.models import MTP_ARCHITECTURES
@@ -74,16 +74,19 @@ def _check_pair(target: GGUFFile, draft: GGUFFile) -> None:
             f"{draft.path}: hidden width {width} ({key}) does not match the target's {n_embd}; "
             "use a draft made for this target"
         )
-    ours = target.info("token_embd.weight").shape[0]
-    theirs = draft.info("token_embd.weight").shape[0]
+    ours, theirs = target_vocabulary(target), target_vocabulary(draft)
     if ours != theirs:
         raise MismatchError(
             f"{draft.path}: tensor token_embd.weight: {theirs} tokens, the target has {ours}; "
             "use a draft made for this target"
         )
-    tokens = "tokenizer.ggml.tokens"
-    if tokens in draft.metadata and tokens in target.metadata:
-        check_tokens(draft, target.get_strs(tokens), draft.get_strs(tokens))
+    if not is_assistant and target_depth(draft) != target_depth(target):
+        raise MismatchError(
+            f"{draft.path}: holds MTP layers for a model of {target_depth(draft)} layers "
+            f"({draft.key('block_count')} less {draft.key('nextn_predict_layers')}), the target "
+            f"has {target_depth(target)}; use a draft made for this target"
+        )
+    check_token_list(target, draft)
 
 
 def _check_assistant(target: GGUFFile, draft: GGUFFile) -> None:
@@ -95,5 +98,10 @@ def _check_assistant(target: GGUFFile, draft: GGUFFile) -> None:
             f"{draft.path}: {draft.key('nextn_predict_layers')} is {n_heads}, expected "
             f"{n_layer} as {draft.key('block_count')}; convert the draft again"
         )
-    if target.get_int(target.key("block_count")) < 2:
+    if n_layer > len(draft.tensors):
+        raise ModelFileError(
+            f"{draft.path}: {draft.key('block_count')} is {n_layer}, but the file has "
+            f"{len(draft.tensors)} tensors"
+        )
+    if target_depth(target) < 2:
         raise MismatchError(f"{draft.path}: reads two layers of the target, which has fewer")
