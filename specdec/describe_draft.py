@@ -16,6 +16,7 @@ from specdec.drafters.dflash.config import DEFAULT_BLOCK_SIZE, MASK_KEY
 from specdec.drafters.selection import ASSISTANTS, draft_type, has_mtp_layers
 from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
+from specdec.models import MTP_ARCHITECTURES
 
 Detail = int | float | str | bool | tuple[int, ...]
 
@@ -188,7 +189,7 @@ def _describe_mtp(file: GGUFFile) -> DraftDescription:
     is_assistant = file.architecture in ASSISTANTS
     n_head = file.get_int(file.key("nextn_predict_layers"), default=1)
     n_layer = file.get_int(file.key("block_count"))
-    if not 0 < n_head <= n_layer <= len(file.tensors):
+    if not 0 < n_head <= min(n_layer, len(file.tensors)):
         raise ModelFileError(
             f"{file.path}: {file.key('nextn_predict_layers')} is {n_head} of {n_layer} layers in "
             f"{len(file.tensors)} tensors; the file is damaged"
@@ -201,7 +202,7 @@ def _describe_mtp(file: GGUFFile) -> DraftDescription:
         spec_type=draft_type(file),
         head=name,
         backbone=f"{file.architecture}, {n_head} layer{'s' if n_head > 1 else ''}",
-        is_supported="draft-mtp" in DRAFTERS,
+        is_supported=is_assistant or file.architecture in MTP_ARCHITECTURES,
         is_standalone=is_standalone,
         target_width=file.get_int(file.key(width), default=None),
         has_own_embedding=_has_own(file, heads, "embed_tokens", "token_embd", is_standalone)

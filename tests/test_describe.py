@@ -255,7 +255,8 @@ def test_other_reasons_why_a_pair_cannot_run(tmp_path: Path) -> None:
     )
     assert verdict(target, draft).fault == "damaged"
     assert verdict(draft, target).fault == "unsupported"
-    assert verdict(VECTORS / "mtp_mimo2.gguf", draft).fault == "unsupported"
+    other = tiny.write_target(tmp_path / "o.gguf", architecture="gptj")
+    assert verdict(other, draft).fault == "unsupported"
     empty = write(tmp_path / "v.gguf", "llama", {"tokenizer.ggml.model": "llama"})
     assert "vocabulary only" in verdict(target, empty).reason
     assert "vocabulary only" in verdict(empty, draft).reason
