@@ -73,7 +73,7 @@ class Eagle3Decoder(nn.Module):
         spec = read_block(file)
         n_features = N_TAPS * file.get_int(file.key("target_hidden_size"))
         self.spec = spec
-        self.taps = tuple(file.get_ints(file.key("target_layers"), length=N_TAPS))
+        self.taps = read_taps(file, target)
         self.fc = nn.Linear(n_features, spec.n_embd, bias=False)
         if file.get_bool(file.key("norm_before_fc"), default=False):
             self.enc = nn.ModuleDict({"output_norm": nn.RMSNorm(n_features, eps=spec.rms_eps)})
@@ -81,19 +81,11 @@ class Eagle3Decoder(nn.Module):
         self.blk = nn.ModuleList([PairLayer(spec, norm_before_residual=before)])
         self.output_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
         self._layers: list[PairLayer] = list(self.blk)  # type: ignore[arg-type]
-        # In lists, so that they are no submodules: the tables stay on the host, the norm is shared.
-        self._rotary = [RotaryEmbedding(spec.rope)]
-        self._final_norm = [target.output_norm]
-        is_normed = target.config.architecture in NORMED_FINAL
-        self._normed_taps = [is_normed and tap == target.config.n_layer for tap in self.taps]
+        self._rotary = [RotaryEmbedding(spec.rope)]  # a list: its tables stay on the host
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """The states g [T, D] of the target's taps [T, 3, D_target], on the target's device."""
-        taps = [
-            self._final_norm[0](hidden[:, slot]) if is_normed else hidden[:, slot]
-            for slot, is_normed in enumerate(self._normed_taps)
-        ]
-        features = torch.cat(taps, dim=-1).to(self.fc.weight.device)
+        """The states g [T, D] of the target's taps [T, 3, D_target]."""
+        features = hidden.flatten(1)
         if hasattr(self, "enc"):
             features = self.enc["output_norm"](features)
         return self.fc(features)  # type: ignore[no-any-return]
@@ -170,7 +162,7 @@ class Eagle3Drafter:
         """Encodes the taps [T, 3, D_target] of T tokens and writes the pairs they complete."""
         assert hidden is not None
         model, waiting = self.model, self._waiting()
-        states = model.decoder.encode(hidden)
+        states = model.decoder.encode(hidden.to(model.device))
         completing = tokens[1 - waiting.shape[0] :]
         if completing.shape[0]:
             embeddings = model.vocabulary.embed(completing.to(model.device))
@@ -249,6 +241,20 @@ class Eagle3Drafter:
         )
 
 
+def read_taps(file: GGUFFile, target: Target) -> tuple[int, ...]:
+    """The three taps of the target; the id behind its last layer is its final state."""
+    layers = file.get_ints(file.key("target_layers"), length=N_TAPS)
+    n_layer, is_normed = target.config.n_layer, target.config.architecture in NORMED_FINAL
+    if n_layer in layers:
+        log.info(
+            "%s: layer %d is the target's final state, %s its output norm",
+            file.path,
+            n_layer,
+            "after" if is_normed else "before",
+        )
+    return tuple(-1 if is_normed and layer == n_layer else layer for layer in layers)
+
+
 def read_block(file: GGUFFile) -> LayerSpec:
     """The decoder layer of a draft; raises `ModelFileError` for impossible sizes."""
     with torch.device("cpu"):  # reads `rope_freqs`, while modules are built on the meta device
@@ -287,13 +293,6 @@ def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> 
     )
     for module in (decoder, vocabulary):
         module.to(device).requires_grad_(False).eval()
-    if target.config.n_layer in decoder.taps:
-        log.info(
-            "%s: layer %d is the target's final state, %s its output norm",
-            file.path,
-            target.config.n_layer,
-            "after" if target.config.architecture in NORMED_FINAL else "before",
-        )
     n_ctx_train = file.get_int(file.key("context_length"))
     return Eagle3Model(decoder, vocabulary, n_ctx_train, torch.device(device))
 

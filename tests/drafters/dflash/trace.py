@@ -41,6 +41,7 @@ TARGETS = {
     "eagle3_plain": "tgt_llama",
     "eagle3_opts": "tgt_llama",
     "eagle3_accepted": "tgt_markovian",
+    "eagle3_final": "mtp_mimo2",
 }
 """Targets of the recordings that are not on `tgt_qwen3`."""
 

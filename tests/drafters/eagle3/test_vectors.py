@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from drafters.dflash.trace import names
-from drafters.eagle3.trace import FINAL, Trace, target_for
+from drafters.dflash.trace import names, target_of
+from drafters.eagle3.trace import Trace
 from torch import Tensor
 
 from specdec.drafters.base import FirstOf
@@ -50,9 +50,9 @@ def test_all_recordings_are_here() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != FINAL])
+@pytest.mark.parametrize("name", NAMES)
 def test_taps_of_the_target(name: str) -> None:
-    trace, target = trace_of(name), target_for(name)
+    trace, target = trace_of(name), target_of(name)
     tokens = trace.tensor("prompt_ids").long()[:-1]
     taps = trace.model.decoder.taps
     output = target(tokens, target.new_cache(512), taps=taps, logit_rows=0)
@@ -135,7 +135,7 @@ def test_inside_the_first_steps(name: str) -> None:
 
 def test_the_loop_ends_with_the_recorded_text() -> None:
     """In this recording no acceptance is forced: what stands is what the target says itself."""
-    trace, target = trace_of(ACCEPTED), target_for(ACCEPTED)
+    trace, target = trace_of(ACCEPTED), target_of(ACCEPTED)
     prompt = trace.values["prompt_ids"].tolist()
     n_predict = len(trace.values["final_tokens"]) - len(prompt)
     sampling = SamplingOptions(temp=0)

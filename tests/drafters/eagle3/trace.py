@@ -8,7 +8,6 @@ forced.)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -19,27 +18,7 @@ from torch import Tensor
 
 from specdec.drafters.eagle3 import Eagle3Drafter, load
 from specdec.gguf_file import GGUFFile
-from specdec.models.base import ModelConfig, Target
 from specdec.options import DraftOptions, SamplingOptions
-
-FINAL = "eagle3_final"
-"""Its target is the trunk of `mtp_mimo2`; what it reads of that is recorded."""
-
-
-@functools.cache
-def target_for(name: str) -> Target:
-    """The target of a recording, with real weights; for `FINAL` its embeddings alone."""
-    return _embeddings_alone() if name == FINAL else target_of(name)
-
-
-def _embeddings_alone() -> Target:
-    with GGUFFile.open(path_of("mtp_mimo2.gguf")) as file:
-        weights = file.load("token_embd.weight")
-        n_layer = file.get_int("mimo2.block_count") - file.get_int("mimo2.nextn_predict_layers")
-    config = ModelConfig("mimo2", n_layer, weights.shape[1], weights.shape[0], 512, 1e-6)
-    target = Target(config, [], tied=True)
-    target.token_embd.weight.data.copy_(weights)
-    return target
 
 
 @dataclass
@@ -92,7 +71,7 @@ class Trace:
         with np.load(path_of(name + ".npz")) as recorded:
             self.values = dict(recorded)
         self.file = GGUFFile.open(path_of(name + ".gguf"))
-        self.model = load(self.file, target_for(name))
+        self.model = load(self.file, target_of(name))
 
     @property
     def rounds(self) -> list[Recorded]:
