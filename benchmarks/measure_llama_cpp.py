@@ -1,6 +1,8 @@
-"""One measurement of llama.cpp through its own library: MODEL THREADS -> a line of JSON.
+"""One measurement of llama.cpp through its own library: MODEL THREADS [plain] -> a line of JSON.
 
-Runs in an environment with `llama-cpp-python`; specdec need not be there.
+`plain` keeps weights as they are in the file: on some virtual machines the instructions of its
+repacked ones (AMX) are announced and then refused. Runs in an environment with `llama-cpp-python`;
+specdec need not be there.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from work import DEPTH, N_GENERATE, PASSES, PROMPT, report, timed
 class Peer:
     """A loaded model with one sequence; `length` tokens of it are in the cache."""
 
-    def __init__(self, path: str, n_threads: int) -> None:
-        self.model = ll.llama_model_load_from_file(path.encode(), ll.llama_model_default_params())
+    def __init__(self, path: str, n_threads: int, *, repack: bool) -> None:
+        params = ll.llama_model_default_params()
+        params.use_extra_bufts = repack
+        self.model = ll.llama_model_load_from_file(path.encode(), params)
         if not self.model:
             sys.exit(f"llama.cpp cannot load {path}")
         params = ll.llama_context_default_params()
@@ -55,12 +59,12 @@ def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     """llama.cpp writes its progress to stderr; nobody wants it here."""
 
 
-def main(path: str, n_threads: int) -> None:
+def main(path: str, n_threads: int, *, repack: bool) -> None:
     """The same steps as in `measure_specdec`."""
     ll.llama_log_set(_silent, ctypes.c_void_p(0))
     ll.llama_backend_init()
     started = time.perf_counter()
-    peer = Peer(path, n_threads)
+    peer = Peer(path, n_threads, repack=repack)
     load = time.perf_counter() - started
     peer.step(PROMPT[:8], all_rows=False)  # first-time work
     peer.truncate(0)
@@ -80,4 +84,4 @@ def main(path: str, n_threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), repack=sys.argv[3:] != ["plain"])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specdec.bench import DEFAULT_PROMPTS, run_bench
 from specdec.errors import SpecdecError
 from specdec.options import Options
 
@@ -29,6 +29,7 @@ def main() -> None:
     """Prints everything."""
     options = _arguments()
     load = os.getloadavg()[0]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print(f"{options.model.name}, {options.threads} threads, medians of {options.rounds} rounds")
     if load > 0.5:
         print(f"The machine is busy (load average {load:.1f}): do not publish these numbers.")
@@ -51,27 +52,34 @@ def _arguments() -> argparse.Namespace:
 
 def compare(model: Path, n_threads: int, n_rounds: int) -> None:
     """The table of both programs; of one if the other is not there."""
-    programs = {"specdec": (sys.executable, HERE / "measure_specdec.py")}
+    work = [str(model), str(n_threads)]
+    programs = {"specdec": [sys.executable, str(HERE / "measure_specdec.py"), *work]}
     peer = os.environ.get(PEER_VARIABLE, str(PEER))
     if Path(peer).exists():
-        programs["llama.cpp"] = (peer, HERE / "measure_llama_cpp.py")
+        programs["llama.cpp"] = [peer, str(HERE / "measure_llama_cpp.py"), *work]
     else:
         print(f"not measured: llama.cpp, {peer} is not there; build it with: make bench-peer")
     found: dict[str, list[Values]] = {name: [] for name in programs}
     for _ in range(n_rounds):
-        for name, (python, script) in programs.items():
-            values = _measure([python, str(script), str(model), str(n_threads)])
-            if values is None:
-                print(f"not measured: {name}, see its message above")
-                continue
-            found[name].append(values)
+        for name, command in programs.items():
+            values = _measure(name, command)
+            if values is not None:
+                found[name].append(values)
     _print_table({name: _medians(runs) for name, runs in found.items() if runs})
 
 
-def _measure(command: Sequence[str]) -> Values | None:
-    """What one process reports; None if it fails. Its messages go to stderr."""
+def _measure(name: str, command: list[str]) -> Values | None:
+    """What one process reports; None if it fails. Its messages go to stderr.
+
+    A peer whose instructions are refused is measured without them from then on.
+    """
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode == -signal.SIGILL and command[-1] != "plain":
+        print(f"{name}: this machine refuses its instructions; measured without repacked weights")
+        command.append("plain")
+        return _measure(name, command)
     if result.returncode or not result.stdout.strip():
+        print(f"not measured: {name} ended with {result.returncode}", flush=True)
         return None
     values: Values = json.loads(result.stdout.splitlines()[-1])
     return values
@@ -98,7 +106,9 @@ def _print_table(found: Mapping[str, Values]) -> None:
 
 
 def rounds_with_drafts(model: Path, drafts: Sequence[Path], n_threads: int) -> None:
-    """Milliseconds of a round by its parts, for each draft at its full length."""
+    """Milliseconds of a round by its parts, for each draft at one token and at seven."""
+    from specdec.bench import DEFAULT_PROMPTS, run_bench
+
     layer = {
         "model.path": model,
         "model.n_threads": n_threads,
