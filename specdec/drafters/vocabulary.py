@@ -25,9 +25,13 @@ class DraftVocabulary(nn.Module):
 
     d2t: Tensor | None
 
-    def __init__(self, file: GGUFFile, n_embd: int, target: Target) -> None:
-        """The modules for a draft of width ``n_embd``, built on the meta device."""
+    def __init__(self, file: GGUFFile, n_embd: int, target: Target, softcap: float = 0.0) -> None:
+        """The modules for a draft of width ``n_embd``, built on the meta device.
+
+        ``softcap`` bounds the scores, c * tanh(x / c); 0 = not at all.
+        """
         super().__init__()
+        self.softcap = softcap
         self.n_vocab = target.config.n_vocab
         self.n_rows = self.n_vocab
         """VD, the number of rows that are scored."""
@@ -53,8 +57,10 @@ class DraftVocabulary(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [T, VD] float32 of hidden states [T, D]."""
         if hasattr(self, "output"):
-            return F.linear(hidden, self.output.weight).float()
-        return self._target_head(hidden.to(self._target_device)).to(hidden.device)
+            logits = F.linear(hidden, self.output.weight).float()
+        else:
+            logits = self._target_head(hidden.to(self._target_device)).to(hidden.device)
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def to_target(self, rows: Tensor) -> Tensor:
         """Target token ids of vocabulary rows, int64 of the same shape."""

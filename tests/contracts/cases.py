@@ -119,6 +119,21 @@ def _dspark_deepseek4(path: Path) -> Path:
     return tiny_drafts.write_dflash(path, head="draft-dspark", backbone="deepseek4")
 
 
+def _dspark_deepseek41(path: Path) -> Path:
+    return tiny_drafts.write_dflash(path, head="draft-dspark", backbone="deepseek4.1")
+
+
+def _dspark_mistral_large4(path: Path) -> Path:
+    return tiny_drafts.write_dflash(
+        path,
+        head="draft-dspark",
+        backbone="mistral-large4",
+        d2t=_common_tokens(),
+        metadata={"dflash.final_logit_softcapping": 2.0},
+        tensors=tiny_drafts.joint_projection("joint_proj"),
+    )
+
+
 def _lilicorr(path: Path) -> Path:
     return tiny_drafts.write_dflash(path, head="draft-lilicorr", window=6)
 
@@ -165,6 +180,8 @@ CASES = (
     Case("draft-dspark-lucky", ("draft-dflash",), _dspark_lucky),
     Case("draft-dspark-sampled", ("draft-dspark",), _dspark_gated, sampled=True),
     Case("draft-dspark-deepseek4", ("draft-dspark",), _dspark_deepseek4),
+    Case("draft-dspark-deepseek4.1", ("draft-dspark",), _dspark_deepseek41),
+    Case("draft-dspark-mistral-large4", ("draft-dflash",), _dspark_mistral_large4),
     Case("draft-lilicorr", ("draft-lilicorr",), _lilicorr),
     Case("draft-lilicorr-lucky", ("draft-dflash",), _lilicorr_lucky),
     Case("draft-lilicorr-sampled", ("draft-lilicorr",), _lilicorr, sampled=True),

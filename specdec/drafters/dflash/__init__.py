@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specdec.drafters.dflash.names import is_single_pass
 from specdec.registry import Registry
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ HEADS = Registry(
 BACKBONES = Registry(
     "DFlash backbone",
     {
+        "deepseek4.1": "specdec.drafters.dflash.dsv41:DSV41Trunk",
         "deepseek4": "specdec.drafters.dflash.dsv4:DSV4Trunk",
+        "mistral-large4": "specdec.drafters.dflash.mistral_large4:MistralLarge4Trunk",
         "base": "specdec.drafters.dflash.trunk:Trunk",
     },
 )
@@ -50,8 +53,7 @@ def head_of(file: GGUFFile) -> str:
 def backbone_of(file: GGUFFile) -> str:
     """The name of the transformer in a file of architecture ``dflash``."""
     if file.get_int(file.key("hyper_connection.count"), default=0) > 0:
-        single_pass = file.get_bool(file.key("hyper_connection.single_pass"), default=False)
-        return "deepseek4.1" if single_pass else "deepseek4"
+        return "deepseek4.1" if is_single_pass(file) else "deepseek4"
     has_latent = file.key("attention.kv_lora_rank") in file.metadata
     return "mistral-large4" if has_latent else "base"
 

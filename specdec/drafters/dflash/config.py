@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from specdec.drafters.dflash import backbone_of
+from specdec.drafters.dflash.names import mask_table
 from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
 
@@ -31,6 +34,8 @@ class DraftConfig:
     """Whether a slot of the block sees only the slots up to itself."""
     embedding_scale: float
     """Factor on the embeddings of the block."""
+    logit_softcap: float
+    """Bound of the logits before a head adds to them, 0 = none; only on Mistral Large 4."""
 
 
 def read_config(file: GGUFFile, n_vocab: int) -> DraftConfig:
@@ -56,6 +61,7 @@ def read_config(file: GGUFFile, n_vocab: int) -> DraftConfig:
         target_layers=tuple(file.get_ints(key("target_layers"))),
         is_causal=file.get_bool(key("attention.causal"), default=False),
         embedding_scale=file.get_float(key("embedding_scale"), default=1.0) or 1.0,
+        logit_softcap=_read_softcap(file),
     )
 
 
@@ -71,8 +77,11 @@ def read_block_size(file: GGUFFile) -> int:
 
 
 def read_mask_token(file: GGUFFile, n_vocab: int) -> int:
-    """The token that fills the block; it must be in the vocabulary."""
-    mask = file.get_int(MASK_KEY, default=None)
+    """The token that fills the block; it must be in the vocabulary.
+
+    A draft with a table of masks embeds no such token and may leave it out; then it is 0.
+    """
+    mask = file.get_int(MASK_KEY, default=0 if mask_table(file) else None)
     if mask is None or not 0 <= mask < n_vocab:
         found = "is missing" if mask is None else f"is {mask}"
         raise ModelFileError(
@@ -82,12 +91,13 @@ def read_mask_token(file: GGUFFile, n_vocab: int) -> int:
     return mask
 
 
-JOINT_PROJECTIONS = ("joint_proj", "markov_joint_proj", "dspark_joint_proj", "markov_joint")
-"""Names that the joint projection of a gated Markov head may have. llama.cpp knows the tensor as
-`LLM_TENSOR_DSPARK_JOINT_PROJ`; its spelling in files was not published with the code, so the
-first is what `conf_proj` suggests and the others are near variants."""
-
-
-def joint_projection(file: GGUFFile) -> str:
-    """The name of the joint projection in a DSpark file; empty if its chain is not gated."""
-    return next((name for name in JOINT_PROJECTIONS if f"{name}.weight" in file.tensors), "")
+def _read_softcap(file: GGUFFile) -> float:
+    """`dflash.final_logit_softcapping`, which llama.cpp's other backbones leave to the head."""
+    if backbone_of(file) != "mistral-large4":
+        return 0.0
+    cap = file.get_float(file.key("final_logit_softcapping"), default=0.0)
+    if not 0.0 <= cap < math.inf:
+        raise ModelFileError(
+            f"{file.path}: {file.key('final_logit_softcapping')} is {cap:g}, expected 0 or more"
+        )
+    return cap

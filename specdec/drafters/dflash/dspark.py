@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.drafters.base import N_BEST, DraftSampler, Pick, to_host
-from specdec.drafters.dflash.config import DraftConfig, joint_projection
+from specdec.drafters.dflash.config import DraftConfig
 from specdec.drafters.dflash.head import DraftBlock, DraftHead
+from specdec.drafters.dflash.names import joint_projection
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 

@@ -15,7 +15,9 @@ llama.cpp's `src/models/dspark.cpp` and `deepseek4.cpp`; hyper-connections, arXi
 
 from __future__ import annotations
 
+import abc
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,25 +42,34 @@ SMALLEST_CLAMP = 1e-6
 """A clamp below this means none."""
 
 
-class DSV4Trunk(nn.Module):
-    """Fuses features, keeps them as keys, and runs blocks against them."""
+class HyperTrunk(nn.Module, abc.ABC):
+    """What DeepSeek-V4 and V4.1 share: fused features, keys, and a block of several streams."""
 
-    def __init__(self, file: GGUFFile, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, spec: DSV4Spec, layers: Sequence[DSV4Layer]) -> None:
         super().__init__()
-        spec = read_dsv4_spec(file, config)
-        n_embd, n_streams = config.n_embd, spec.n_streams
+        n_embd = config.n_embd
         self.config, self.spec = config, spec
         self.cache_shapes = [CacheShape(1, spec.head_dim, 0)] * config.n_layer
         self.fc = nn.Linear(len(config.target_layers) * n_embd, n_embd, bias=False)
         self.enc = nn.ModuleDict({"output_norm": nn.RMSNorm(n_embd, eps=config.rms_eps)})
-        self.blk = nn.ModuleList(DSV4Layer(spec, layer) for layer in range(config.n_layer))
-        self.output_hc_fn = nn.Linear(n_streams * n_embd, n_streams, bias=False)
-        self.output_hc_base = WeightOnly(n_streams)
-        self.output_hc_scale = WeightOnly(1)
+        self.blk = nn.ModuleList(layers)
         self.output_norm = nn.RMSNorm(n_embd, eps=config.rms_eps)
-        self._layers: list[DSV4Layer] = list(self.blk)  # type: ignore[arg-type]
+        self._layers: list[DSV4Layer] = list(layers)
         # A list: its tables stay on the host.
         self._rotary = [RotaryEmbedding(RopeSpec(spec.n_rot, spec.freq_base))]
+
+    @abc.abstractmethod
+    def run(
+        self,
+        streams: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        context: Sequence[KeysValues],
+        visible: Tensor,
+    ) -> Tensor:
+        """The collapsed state [S, D] of a block whose streams are [S, hc, D] at first.
+
+        ``context`` has a layer's keys per entry, ``visible`` [S, N + S] is what each slot sees.
+        """
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """See `Backbone.fuse`."""
@@ -84,25 +95,44 @@ class DSV4Trunk(nn.Module):
             is_causal=self.config.is_causal,
         )
         assert visible is not None
-        visible = visible.to(embeddings.device)
-        rotary = self._angles(start, embeddings)
-        streams = embeddings[:, None].expand(-1, self.spec.n_streams, -1)
-        for index, layer in enumerate(self._layers):
-            keys = cache.committed(index, embeddings.dtype)[0][:, begin:]
-            streams = layer(streams, rotary, (keys, keys), visible)
-        state = self._collapse(streams)
+        held = [cache.committed(i, embeddings.dtype)[0][:, begin:] for i in range(len(self.blk))]
+        state = self.run(
+            embeddings[:, None].expand(-1, self.spec.n_streams, -1),
+            self._angles(start, embeddings),
+            [(keys, keys) for keys in held],
+            visible.to(embeddings.device),
+        )
         return TrunkOutput(self.output_norm(state), state)
-
-    def _collapse(self, streams: Tensor) -> Tensor:
-        """The weighted sum [S, D] of the streams [S, hc, D]."""
-        mixed = self.output_hc_fn(normed(streams.flatten(1), self.spec.rms_eps))
-        gate = mixed * self.output_hc_scale.weight + self.output_hc_base.weight
-        pre = gate.sigmoid() + self.spec.hc_eps
-        return _weighted(pre, streams)
 
     def _angles(self, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary[0](torch.arange(start, start + like.shape[0]))
         return cos.to(like.device), sin.to(like.device)
+
+
+class DSV4Trunk(HyperTrunk):
+    """DeepSeek-V4: streams are mixed before each sub-layer and once more at the end."""
+
+    def __init__(self, file: GGUFFile, config: DraftConfig) -> None:
+        spec = read_dsv4_spec(file, config)
+        super().__init__(config, spec, [DSV4Layer(spec, i) for i in range(config.n_layer)])
+        n_streams = spec.n_streams
+        self.output_hc_fn = nn.Linear(n_streams * config.n_embd, n_streams, bias=False)
+        self.output_hc_base = WeightOnly(n_streams)
+        self.output_hc_scale = WeightOnly(1)
+
+    def run(
+        self,
+        streams: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        context: Sequence[KeysValues],
+        visible: Tensor,
+    ) -> Tensor:
+        """See `HyperTrunk.run`."""
+        for layer, held in zip(self._layers, context, strict=True):
+            streams = layer(streams, rotary, held, visible)
+        mixed = self.output_hc_fn(normed(streams.flatten(1), self.spec.rms_eps))
+        gate = mixed * self.output_hc_scale.weight + self.output_hc_base.weight
+        return weighted(gate.sigmoid() + self.spec.hc_eps, streams)
 
 
 class Mix(NamedTuple):
@@ -158,25 +188,28 @@ class DSV4Layer(nn.Module):
     ) -> Tensor:
         """The streams [S, hc, D] after both sub-layers."""
         mix = self.mixes(streams, "attn")
-        x = self.attn_norm(_weighted(mix.pre, streams))
+        x = self.attn_norm(weighted(mix.pre, streams))
         out = self.attend(x, rotary, context, visible)
-        streams = _leave(streams, out, mix)
+        streams = leave(streams, out, mix)
         mix = self.mixes(streams, "ffn")
-        out = self.feed_forward(self.ffn_norm(_weighted(mix.pre, streams)))
-        return _leave(streams, out, mix)
+        out = self.feed_forward(self.ffn_norm(weighted(mix.pre, streams)))
+        return leave(streams, out, mix)
 
     def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Keys [T, 1, Dh], which are also the values, of input [T, D]."""
         return rotate_pairs(self.attn_kv_a_norm(self.attn_kv(x))[:, None], *rotary)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Queries [S, H, Dh] of normed input [S, D], neither rotated nor scaled."""
+        q = self.attn_q_b(self.attn_q_a_norm(self.attn_q_a(x)))
+        return normed(q.view(-1, self.spec.n_head, self.spec.head_dim), self.spec.rms_eps)
 
     def attend(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeysValues, visible: Tensor
     ) -> Tensor:
         """Attention of normed input [S, D] over context and block, [S, D]."""
         spec, (cos, sin) = self.spec, rotary
-        q = self.attn_q_b(self.attn_q_a_norm(self.attn_q_a(x)))
-        q = normed(q.view(-1, spec.n_head, spec.head_dim), spec.rms_eps)
-        q = rotate_pairs(q, cos, sin) / math.sqrt(spec.head_dim)
+        q = rotate_pairs(self.queries(x), cos, sin) / math.sqrt(spec.head_dim)
         keys = self.keys(x, rotary)
         mixed = block_attention(q, context, (keys, keys), visible, self.attn_sinks.weight)
         mixed = rotate_pairs(mixed, cos, -sin).reshape(x.shape[0], spec.n_groups, -1)
@@ -218,12 +251,13 @@ class DSV4Layer(nn.Module):
         return (down @ swiglu(gate, up, self.clamp)).squeeze(-1)
 
 
-def _weighted(weights: Tensor, streams: Tensor) -> Tensor:
+def weighted(weights: Tensor, streams: Tensor) -> Tensor:
     """The sum [S, D] of streams [S, hc, D] with weights [S, hc]."""
     return (weights[..., None] * streams).sum(dim=1)
 
 
-def _leave(streams: Tensor, out: Tensor, mix: Mix) -> Tensor:
+def leave(streams: Tensor, out: Tensor, mix: Mix) -> Tensor:
+    """The streams [S, hc, D] after a sub-layer's output [S, D] has been added to them."""
     return mix.post[..., None] * out[:, None] + mix.across.transpose(1, 2) @ streams
 
 

@@ -1,10 +1,11 @@
-"""What a draft on the DeepSeek-V4 backbone says about its blocks. Imports no torch."""
+"""What a draft on the DeepSeek-V4 or V4.1 backbone says about its blocks. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from specdec.drafters.dflash.config import DraftConfig
+from specdec.drafters.dflash.names import SPELLINGS, is_single_pass
 from specdec.errors import ModelFileError, UnsupportedError
 from specdec.gguf_file import GGUFFile
 
@@ -25,7 +26,7 @@ class DSV4Spec:
     freq_base: float
     rms_eps: float
     window: int
-    """Context keys visible to a query, itself included."""
+    """Context keys visible to a query, itself included; in V4.1 one more than the file says."""
     q_rank: int
     n_groups: int
     """Groups of heads that are projected together."""
@@ -64,7 +65,7 @@ def read_dsv4_spec(file: GGUFFile, config: DraftConfig) -> DSV4Spec:
         n_rot=file.get_int(key("rope.dimension_count"), default=head_dim),
         freq_base=file.get_float(key("rope.freq_base"), default=10000.0),
         rms_eps=config.rms_eps,
-        window=file.get_int(key("attention.sliding_window")),
+        window=file.get_int(key("attention.sliding_window")) + is_single_pass(file),
         q_rank=file.get_int(key("attention.q_lora_rank")),
         n_groups=file.get_int(key("attention.output_group_count")),
         output_rank=file.get_int(key("attention.output_lora_rank")),
@@ -104,6 +105,12 @@ def check_dsv4(file: GGUFFile) -> None:
         raise UnsupportedError(
             f"{file.path}: DSpark DSV4 draft expects uncompressed attention on all stages; found "
             f"{key('attention.compress_ratios')} = {ratios}, expected zeros"
+        )
+    if "output_hc_fn.weight" not in file.tensors and not is_single_pass(file):
+        known = ", ".join(key(name) for name in SPELLINGS["single pass"])
+        raise ModelFileError(
+            f"{file.path}: tensor output_hc_fn.weight is missing, which only DeepSeek-V4.1 drafts "
+            f"lack; those say so with one of the keys {known} = true"
         )
     _check_sizes(file)
 

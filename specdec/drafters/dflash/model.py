@@ -43,7 +43,7 @@ def load(
     head_class, trunk_class = HEADS.load(head_of(file)), BACKBONES.load(backbone_of(file))
     with torch.device("meta"):
         trunk = trunk_class(file, config)
-        vocabulary = DraftVocabulary(file, config.n_embd, target)
+        vocabulary = DraftVocabulary(file, config.n_embd, target, config.logit_softcap)
         head = head_class(file, config, vocabulary)
     modules: list[nn.Module] = [trunk, vocabulary, head]
     scales = _scales(file)

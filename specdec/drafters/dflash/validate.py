@@ -17,11 +17,13 @@ from specdec.drafters.compatibility import (
     target_depth,
     target_vocabulary,
 )
-from specdec.drafters.dflash import BACKBONES, HEADS, backbone_of, head_of
-from specdec.drafters.dflash.config import joint_projection, read_block_size, read_mask_token
+from specdec.drafters.dflash import backbone_of, head_of
+from specdec.drafters.dflash.config import read_block_size, read_mask_token
 from specdec.drafters.dflash.dsv4_config import check_dsv4
 from specdec.drafters.dflash.lilicorr_config import lilicorr_shapes
-from specdec.errors import MismatchError, ModelFileError, UnsupportedError, UsageError, unknown_name
+from specdec.drafters.dflash.mistral_large4_config import check_mistral_large4
+from specdec.drafters.dflash.names import joint_projection
+from specdec.errors import MismatchError, ModelFileError, UnsupportedError, UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.options import DraftOptions
 
@@ -30,10 +32,10 @@ def check_draft(target: GGUFFile, draft: GGUFFile, options: DraftOptions) -> Non
     """Raises unless ``draft`` is a sound draft for ``target``.
 
     `MismatchError` where the two disagree, `ModelFileError` where the draft contradicts itself,
-    `UnsupportedError` for a head or backbone that is not there, `UsageError` for options that this
-    draft cannot obey.
+    `UnsupportedError` for parts that are not there, `UsageError` for options that this draft cannot
+    obey.
     """
-    _check_parts(draft)
+    _check_pairing(draft)
     _check_width(target, draft)
     _check_target_layers(target, draft)
     n_vocab = target_vocabulary(target)
@@ -41,19 +43,21 @@ def check_draft(target: GGUFFile, draft: GGUFFile, options: DraftOptions) -> Non
     read_mask_token(draft, n_vocab)
     check_token_list(target, draft)
     check_ends(draft, n_vocab)
-    if backbone_of(draft) == "deepseek4":
-        check_dsv4(draft)
+    _BACKBONE_CHECKS[backbone_of(draft)](draft)
     _HEAD_CHECKS[head_of(draft)](draft, n_vocab)
     if head_of(draft) == "draft-dspark":
         _check_confidence(draft, options)
 
 
-def _check_parts(draft: GGUFFile) -> None:
+def _check_pairing(draft: GGUFFile) -> None:
+    """The newest backbones are built without what the lattices of other heads need."""
     head, backbone = head_of(draft), backbone_of(draft)
-    for kind, name, known in (("head", head, HEADS), ("backbone", backbone, BACKBONES)):
-        if name not in known:
-            message = unknown_name(f"DFlash {kind}", name, known)
-            raise UnsupportedError(f"{draft.path}: {message}")
+    is_newest = backbone in ("deepseek4.1", "mistral-large4")
+    if is_newest and head not in ("draft-dspark", "draft-dflash"):
+        raise UnsupportedError(
+            f"{draft.path}: a {head} head on the {backbone} backbone, expected draft-dspark or "
+            "draft-dflash; use another draft"
+        )
 
 
 def _check_width(target: GGUFFile, draft: GGUFFile) -> None:
@@ -198,6 +202,18 @@ _HEAD_CHECKS: dict[str, Callable[[GGUFFile, int], None]] = {
     "draft-dflash2": _check_dflash2,
     "draft-lilicorr": _check_lilicorr,
     "draft-dflash": _check_plain,
+}
+
+
+def _check_base(draft: GGUFFile) -> None:
+    """The base backbone is checked when its modules are made."""
+
+
+_BACKBONE_CHECKS: dict[str, Callable[[GGUFFile], None]] = {
+    "deepseek4.1": check_dsv4,
+    "deepseek4": check_dsv4,
+    "mistral-large4": check_mistral_large4,
+    "base": _check_base,
 }
 
 

@@ -17,11 +17,11 @@ from tiny import N_VOCAB
 from torch import Tensor
 
 from specdec.drafters.base import FirstOf
-from specdec.drafters.dflash.config import JOINT_PROJECTIONS
 from specdec.drafters.dflash.drafter import DFlashDrafter
 from specdec.drafters.dflash.dspark import DSparkHead
 from specdec.drafters.dflash.head import DraftBlock
 from specdec.drafters.dflash.model import load
+from specdec.drafters.dflash.names import SPELLINGS
 from specdec.generate import Limits, decode
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
@@ -32,6 +32,7 @@ from specdec.verify import Verifier
 
 RECORDED = names("dspark")
 ACCEPTED = "dspark_accepted"
+JOINT_PROJECTIONS = SPELLINGS["joint projection"]
 TEXT = [70, 71, 72, 73, 74, 75, 76, 90, 91, 92, 93]
 LAST = 105
 BLOCK = 5

@@ -168,7 +168,6 @@ def test_rotation_is_undone_by_its_inverse() -> None:
         ("attention.value_length", 10, ModelFileError, "widths 12 and 10"),
         ("expert_used_count", 5, ModelFileError, "is 5, expected at most 4"),
         ("attention.q_lora_rank", None, ModelFileError, "q_lora_rank"),
-        ("hyper_connection.single_pass", True, UnsupportedError, "backbone: deepseek4.1"),
     ],
 )
 def test_impossible_sizes_are_refused_before_weights_are_read(

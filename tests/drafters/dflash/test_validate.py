@@ -189,9 +189,9 @@ FAULTS = [
     ({"d2t": (1, 2), "tensors": {"output.weight": None}}, ModelFileError, "output.weight"),
     ({"tensors": {"fc.weight": None}}, ModelFileError, "'fc.weight' is missing"),
     (
-        {"metadata": {"dflash.attention.kv_lora_rank": 8}},
+        DFLASH2 | {"metadata": {"dflash.attention.kv_lora_rank": 8}},
         UnsupportedError,
-        "unknown DFlash backbone: mistral-large4",
+        "a draft-dflash2 head on the mistral-large4 backbone, expected draft-dspark or draft-df",
     ),
     (
         DFLASH2 | {"metadata": {"dflash.conv_kernel_size": None}},
