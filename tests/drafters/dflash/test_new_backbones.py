@@ -198,6 +198,30 @@ def test_options_change_the_numbers(tmp_path: Path, target: Target) -> None:
     assert torch.equal(logits(metadata={"dflash.embedding_scale": 3.0}), plain)
 
 
+@pytest.mark.parametrize("backbone", ["deepseek4.1", "mistral-large4"])
+def test_logits_after_drafts_and_a_rollback_are_those_of_a_fresh_drafter(
+    tmp_path: Path, target: Target, backbone: str
+) -> None:
+    file = open_draft(tmp_path, backbone, **keys(attention__sliding_window=6))
+    fresh, features = observed(file, target)
+    taps = torch.from_numpy(features).float().view(len(TEXT), len(fresh.taps), -1)
+    head = fresh.model.head
+    assert isinstance(head, DSparkHead)
+    expected = head.chain(fresh.run(LAST, BLOCK), BLOCK)[0]
+    drafter = DFlashDrafter(fresh.model, DraftOptions(n_max=BLOCK), 256)
+    drafter.begin(SamplingOptions(temp=0))
+    drafter.observe(torch.tensor(TEXT), taps.flip(0))
+    drafter.draft(LAST, BLOCK)
+    assert drafter.begin(SamplingOptions(temp=0), 0) == 0
+    for start, end in ((0, 7), (7, 8), (8, 13), (13, len(TEXT))):
+        drafter.observe(torch.tensor(TEXT[start:end]), taps[start:end])
+        drafter.draft(LAST, BLOCK)
+    torch.testing.assert_close(head.chain(drafter.run(LAST, BLOCK), BLOCK)[0], expected)
+    assert drafter.begin(SamplingOptions(temp=0), 9) == 9
+    drafter.observe(torch.tensor(TEXT[9:]), taps[9:])
+    torch.testing.assert_close(head.chain(drafter.run(LAST, BLOCK), BLOCK)[0], expected)
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS["mask table"])
 def test_every_spelling_of_the_mask_table_is_read(
     tmp_path: Path, target: Target, spelling: str
