@@ -24,8 +24,9 @@ from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.base import Target, read_layer_spec
-from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, Rows
+from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding
 from specdec.models.loading import load_modules, rotary_to_halves
+from specdec.models.rows import Rows
 from specdec.options import DraftOptions, RopeOptions, SamplingOptions
 
 log = logging.getLogger(__name__)

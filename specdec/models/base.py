@@ -19,13 +19,12 @@ from specdec.errors import ModelFileError, UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.layers import (
-    ROW_BLOCK,
     DecoderLayer,
     LayerSpec,
     RopeSpec,
     RotaryEmbedding,
-    Rows,
 )
+from specdec.models.rows import ROW_BLOCK, Rows, by_element
 from specdec.options import RopeOptions
 
 
@@ -155,13 +154,17 @@ class Target(nn.Module):
 
     def _logits(self, final: Tensor) -> Tensor:
         """Logits [R, V] of last hidden states [R, D], in blocks of `ROW_BLOCK` rows."""
-        parts = [
-            self.lm_head(F.pad(part, (0, 0, 0, ROW_BLOCK - part.shape[0])))[: part.shape[0]]
-            for part in torch.split(self.output_norm(final), ROW_BLOCK)
-        ]
-        logits = torch.cat(parts) if parts else final.new_empty(0, self.config.n_vocab)
-        cap = self.config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        blocks = torch.split(self.output_norm(final), ROW_BLOCK)
+        if not final.shape[0]:
+            return final.new_empty(0, self.config.n_vocab)
+        return torch.cat([self._block_logits(block) for block in blocks])
+
+    def _block_logits(self, normed: Tensor) -> Tensor:
+        count, cap = normed.shape[0], self.config.logit_softcap
+        logits = self.lm_head(F.pad(normed, (0, 0, 0, ROW_BLOCK - count)))
+        if cap:
+            logits = cap * by_element(torch.tanh, logits / cap)
+        return logits[:count]
 
     def _exact(self, tokens: Tensor, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         count = tokens.shape[0]

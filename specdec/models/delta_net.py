@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.kv_cache import CacheShape, KVCache
-from specdec.models.experts import by_element, narrow_linear
-from specdec.models.layers import BiasOnly, DecoderLayer, LayerSpec, Rows, WeightOnly
+from specdec.models.layers import BiasOnly, DecoderLayer, LayerSpec, WeightOnly
+from specdec.models.rows import Rows, by_element, narrow_linear
 
 CHUNK = 64
 """Rows of a prompt that are taken together."""

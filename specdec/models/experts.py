@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from specdec.models.layers import Rows
+from specdec.models.rows import Rows, by_element
 
 MIN_WEIGHT_SUM = 6.103515625e-5
 """Smallest sum that weights are divided by: float16's smallest normal number, as in llama.cpp."""
-VECTOR = 8
-"""Elements that ``ROW_BLOCK`` rows must have a multiple of each, to fill vectors of the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +43,6 @@ def route(scores: Tensor, n_used: int, routing: Routing, bias: Tensor | None = N
     if routing.is_normalised:
         top = top / top.sum(dim=-1, keepdim=True).clamp(min=MIN_WEIGHT_SUM)
     return torch.zeros_like(probs).scatter(1, chosen, top * routing.scale)
-
-
-def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of each element of x [T, N], the same bits wherever it stands.
-
-    Kernels take whole vectors first and what is left one by one, with another rounding; here rows
-    are padded so that nothing is left.
-    """
-    width = x.shape[-1]
-    return function(F.pad(x, (0, -width % VECTOR)))[..., :width]
-
-
-def narrow_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D] times weight [N, D] transposed, rows rounded alike also when N is tiny.
-
-    Products with two or three columns treat rows differently by their place.
-    """
-    height = weight.shape[0]
-    return F.linear(x, F.pad(weight, (0, 0, 0, -height % VECTOR)))[:, :height]
 
 
 def mix_experts(

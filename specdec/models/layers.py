@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.kv_cache import CacheShape, KVCache
-from specdec.models.experts import SOFTMAX, Routing, mix_experts, narrow_linear, route
-
-ROW_BLOCK = 8
-"""Rows of a pass whose numbers must not depend on how many rows share it (see `Rows.exact`)."""
+from specdec.models.experts import SOFTMAX, Routing, mix_experts, route
+from specdec.models.rows import Rows, by_element, narrow_linear
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -86,19 +84,6 @@ class LayerSpec:
     def new_layer(self) -> DecoderLayer:
         """A module for this layer, without weights."""
         return DecoderLayer(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Which rows one pass computes."""
-
-    start: int
-    """Position of the first row."""
-    count: int
-    """Rows that count; the pass may be padded with more."""
-    exact: bool
-    """Attend row by row over exactly the visible keys: together with a fixed number of rows in the
-    pass, every row's numbers are then bit for bit those it would have alone."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -198,7 +183,11 @@ def causal_mask(start: int, n_rows: int, window: int, device: torch.device) -> T
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """SiLU, or GELU in its tanh form."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    return by_element(F.silu if activation == "silu" else _gelu_tanh, x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class DecoderLayer(nn.Module):

@@ -17,9 +17,9 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.base import Target, count_mtp_layers, read_config, read_layer_spec
 from specdec.models.delta_net import DeltaNetSpec
-from specdec.models.experts import by_element
-from specdec.models.layers import DecoderLayer, LayerSpec, Rows, rotate
+from specdec.models.layers import DecoderLayer, LayerSpec, rotate
 from specdec.models.loading import build_target, count_layers
+from specdec.models.rows import Rows, by_element
 from specdec.options import RopeOptions
 
 

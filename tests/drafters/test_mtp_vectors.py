@@ -118,7 +118,7 @@ def close(found: Tensor, expected: np.ndarray, pair: str) -> None:
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("split", [512, 10, 1])
+@pytest.mark.parametrize("split", [512, 7])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_steps_of_all_rounds(pair: str, split: int) -> None:
     """Target, heads and driver together: only tokens and accept counts come from the recording."""

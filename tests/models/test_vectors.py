@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
-from specdec.models.layers import ROW_BLOCK
+from specdec.models.rows import ROW_BLOCK
 
 VECTORS = Path(__file__).parent.parent / "data" / "vectors"
 FLOAT_FILES = {

@@ -28,8 +28,8 @@ from specdec.models.layers import (
     DecoderLayer,
     LayerSpec,
     RotaryEmbedding,
-    Rows,
 )
+from specdec.models.rows import Rows
 from specdec.options import RopeOptions
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -26,8 +26,9 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import gemma4
 from specdec.models.base import Target
-from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, Rows, attention
+from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, attention
 from specdec.models.loading import load_weights
+from specdec.models.rows import Rows
 from specdec.options import RopeOptions
 
 

@@ -22,8 +22,9 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import MTP_ARCHITECTURES
 from specdec.models.base import Target, count_mtp_layers
-from specdec.models.layers import LayerSpec, RotaryEmbedding, Rows
+from specdec.models.layers import LayerSpec, RotaryEmbedding
 from specdec.models.loading import block_of, load_modules
+from specdec.models.rows import Rows
 from specdec.options import RopeOptions
 
 
