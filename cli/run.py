@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from specdec.engine import Completion, Engine, Session
     from specdec.options import Options
     from specdec_cli.render import Display
+
+messages = logging.getLogger(__name__)
 
 PANELS = (
     *(PROMPT, MODEL, DRAFT, NGRAM, SAMPLING, CHAT, OUTPUT, LOGGING, ROPE),
@@ -85,6 +88,8 @@ class Run:
         is_chat = request.conversation
         if is_chat is None:
             is_chat = self.engine.chat_template is not None
+        if self.engine.options.chat.system_prompt and not is_chat:
+            messages.warning("--system-prompt is not used: the prompt goes in without a template")
         whole = self._messages(prompt) if is_chat else prompt
         if self.engine.options.output.spec_check:
             self._check(whole)
@@ -147,17 +152,21 @@ class Run:
     def _check(self, prompt: str | Sequence[Message]) -> None:
         from specdec.check import check_request
 
-        display = self.display
+        display, session = self.display, self.engine.session()
         display.prompt(self.engine, prompt)
-        with self._interrupts.deferred():
-            found = check_request(
-                self.engine,
-                prompt,
-                on_chunk=display.write,
-                on_round=display.round,
-                on_plain_round=lambda _: self._interrupts.check(),
-                progress=display.prompt_progress,
-            )
+        try:
+            with self._interrupts.deferred():
+                found = check_request(
+                    session,
+                    prompt,
+                    on_chunk=display.write,
+                    on_round=display.round,
+                    on_plain_round=lambda _: self._interrupts.check(),
+                    progress=display.prompt_progress,
+                )
+        except KeyboardInterrupt:
+            display.end(session.last)
+            raise
         display.end(found.speculative, found)
         display.save(found.speculative.text)
         display.verdict(found, self.engine.tokenizer)

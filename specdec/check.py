@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specdec.chat import Message
-from specdec.engine import Chunk, Completion, Engine, template_variables
+from specdec.engine import Chunk, Completion, Engine, Session, template_variables
 from specdec.errors import UsageError
 from specdec.generate import Round, prefill
 from specdec.options import RANDOM_SEED
@@ -56,7 +56,7 @@ class Check:
 
 
 def check_request(
-    engine: Engine,
+    session: Session,
     prompt: str | Sequence[Message],
     *,
     on_chunk: Callable[[Chunk], None] = lambda _: None,
@@ -65,11 +65,12 @@ def check_request(
     progress: Callable[[int, int], None] | None = None,
     **overrides: Any,
 ) -> Check:
-    """Runs a request with speculation and without, on the same seed.
+    """Runs a request with speculation in ``session`` and without in another, on the same seed.
 
     The callbacks follow the speculative run, ``on_plain_round`` the other one; ``overrides`` as
     for `Session.stream`. Raises `UsageError` when no drafter is on or acceptance is synthetic.
     """
+    engine = session.engine
     spec = engine.options.spec
     if not engine.drafter.drafters:
         raise UsageError("--spec-check: there is no drafter; give --spec-type or a draft with -md")
@@ -84,7 +85,6 @@ def check_request(
         sampled = sampled or done.draft.q is not None
         on_round(done)
 
-    session = engine.session()
     for chunk in session.stream(prompt, progress=progress, on_round=watch, **overrides):
         on_chunk(chunk)
     if sampled and not engine.options.sampling.stateful:
