@@ -5,8 +5,8 @@ Exit codes: 0 done, 1 failure, 2 usage, 130 interrupted. A closed pipe ends quie
 
 from __future__ import annotations
 
-import functools
 import importlib
+import io
 import logging
 import os
 import sys
@@ -70,7 +70,18 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line ``argv`` (the process's own if None) and exits."""
+    _secure_output()
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _secure_output() -> None:
+    """Lets output go nowhere where it is closed, and as `?` where its encoding lacks a letter."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -80,11 +91,20 @@ def run(argv: Sequence[str]) -> int:
     # on a busy machine is several times faster and on an idle one makes no difference.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
-        return _dispatch(argv)
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except (BrokenPipeError, SystemExit):
+        # Whoever reads has enough. Typer and Rich notice it too and leave by SystemExit.
+        _discard_output()
+        return 0
     except (SpecdecError, TyperException) as error:
         return _report(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except OSError as error:
+        _discard_output()
+        return _report(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
     except MemoryError:
         return _report("out of memory; try a smaller model or --ctx-size", 1)
     except Exception as error:
@@ -135,7 +155,7 @@ def _app(called: str | None, words: Words) -> typer.Typer:
     )
     for name, command in COMMANDS.items():
         if name == called:
-            function = with_flags(*command.panels, words=words)(_until_closed(command.function))
+            function = with_flags(*command.panels, words=words)(command.function)
         else:
             function = lambda: None  # noqa: E731
         app.command(name, help=None if name == called else command.help)(function)
@@ -148,19 +168,9 @@ def _run_app(called: str | None, words: Words) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _until_closed(command: Callable[[Given], None]) -> Callable[[Given], None]:
-    """The command, ending quietly when whoever reads its output has enough."""
-
-    @functools.wraps(command)
-    def run_command(given: Given) -> None:
-        try:
-            command(given)
-        except BrokenPipeError:
-            # Keep the interpreter from flushing what is left into the closed pipe.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
-
-    return run_command
+def _discard_output() -> None:
+    """Keeps the interpreter from writing what is left to an output that takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(message: str, code: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,6 +73,11 @@ def test_statistics_of_speculation(capsys: pytest.CaptureFixture[str]) -> None:
         ([*PLAIN, "-p", "word " * 300], 1, "do not fit the context of 256"),
         ([*PLAIN, "-p", "x", "--logit-bias", "99999+1"], 2, "--logit-bias"),
         ([*PLAIN, "-p", "x", "-o", "/nowhere/at/all"], 2, "--output: cannot write"),
+        (
+            [*PLAIN, "-p", "x", "--spec-type", "ngram-cache", "-lcd", "/nowhere/at/all"],
+            2,
+            "--lookup-cache-dynamic: cannot write /nowhere/at/all",
+        ),
     ],
 )
 def test_mistakes_end_in_one_line(
@@ -140,8 +146,17 @@ def test_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_closed_pipe_ends_quietly() -> None:
-    command = f"{sys.executable} -m specdec_cli {' '.join(PLAIN)} -p hello -n 200 | head -c 5"
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*PLAIN, "-p", "hello", "-n", "200"],
+        ["inspect", TARGET, "--tensors"],
+        ["generate", "--help"],
+        ["tokenize", "-m", TARGET, "-p", "hello"],
+    ],
+)
+def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
+    command = f"{shlex.join([sys.executable, '-m', 'specdec_cli', *words])} | head -c 5"
     result = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, timeout=120
     )
@@ -149,6 +164,34 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert len(result.stdout) == 5
     assert b"Traceback" not in result.stderr
     assert b"BrokenPipe" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "message"),
+    [
+        (">/dev/full", 1, "error: input or output: No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&- >/dev/null", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing(shell: str, code: int, message: str) -> None:
+    command = shlex.join([sys.executable, "-m", "specdec_cli", "tokenize", "-m", TARGET, "-p", "x"])
+    result = subprocess.run(
+        ["bash", "-c", f"{command} {shell}"], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", message)
+
+
+def test_letters_that_the_encoding_lacks_are_replaced() -> None:
+    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = specdec(*PLAIN, "-p", "hello", "-n", "2", env=variables)  # two times half a letter
+    assert (result.returncode, result.stdout) == (0, "??\n")
+    assert "t/s" in result.stderr
+
+
+def test_a_system_prompt_needs_a_template(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*PLAIN, "-p", "hello", "-n", "1", "-sys", "be short"]) == 0
+    assert "warning: --system-prompt is not used" in capsys.readouterr().err
 
 
 def test_interrupt_shows_the_statistics() -> None:
