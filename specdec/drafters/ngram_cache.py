@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.drafters.base import Draft
 from specdec.drafters.ngram import Tokens
 from specdec.drafters.selection import DraftContext
-from specdec.errors import ModelFileError
+from specdec.errors import ModelFileError, UsageError
 from specdec.options import SamplingOptions
 
 Counts = dict[tuple[int, ...], dict[int, int]]
@@ -255,8 +255,16 @@ def _damaged(path: Path, fact: str) -> ModelFileError:
 
 
 def build(context: DraftContext) -> NgramCache:
-    """The drafter of the options, its files read and checked. A dynamic file may be missing."""
+    """The drafter of the options, its files read and checked. A dynamic file may be missing.
+
+    Raises `UsageError` if the dynamic file could not be written at the end.
+    """
     options = context.spec.ngram_cache
+    path = options.dynamic_path
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"--lookup-cache-dynamic: cannot write {path}: its folder is not there or not writable"
+        )
     n_vocab = context.target.config.n_vocab
     static: Counts = {}
     dynamic: Counts = {}

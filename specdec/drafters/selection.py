@@ -123,7 +123,8 @@ def _check_draft(
         if name == "draft-mtp" and has_mtp_layers(target_file):
             check_mtp(target_file, None)
             return
-        raise UsageError(f"--spec-type: {name} requires a draft model; give one with -md")
+        lacks = ", as the target has no MTP layers" if name == "draft-mtp" else ""
+        raise UsageError(f"--spec-type: {name} requires a draft model{lacks}; give one with -md")
     found = draft_type(draft_file)
     if name in DFLASH_TYPES and found not in DFLASH_TYPES:
         raise UsageError(
@@ -131,7 +132,9 @@ def _check_draft(
             f"{draft_file.architecture} model: use {found}"
         )
     if name != found and not (name == "draft-dflash" and found in DFLASH_TYPES):
-        raise UsageError(f"--spec-type {name} does not match the draft model: use {found}")
+        raise UsageError(
+            f"--spec-type {name} does not match the draft model: use {found} for {draft_file.path}"
+        )
     if name == "draft-simple":
         check_architecture(draft_file)
         check_vocabulary(target_file, draft_file)

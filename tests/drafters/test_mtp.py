@@ -181,7 +181,9 @@ def test_mtp_files_are_recognised() -> None:
 
 
 def test_a_target_without_mtp_layers_needs_a_draft() -> None:
-    with pytest.raises(UsageError, match="draft-mtp requires a draft model"):
+    with pytest.raises(
+        UsageError, match="draft-mtp requires a draft model, as the target has no MTP layers"
+    ):
         choose_types(MTP, open_target("gemma4"), None)
 
 
