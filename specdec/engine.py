@@ -24,8 +24,15 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import check_architecture, load_target
 from specdec.models.base import Target
-from specdec.options import Options, SpecOptions
-from specdec.resources import cache_dtype, open_draft, open_target, pick_device, set_threads
+from specdec.options import Kernels, Options, SpecOptions
+from specdec.resources import (
+    cache_dtype,
+    open_draft,
+    open_target,
+    pick_device,
+    pick_kernels,
+    set_threads,
+)
 from specdec.sampling import build_chain
 from specdec.stats import Statistics
 from specdec.stops import StopFilter
@@ -113,6 +120,7 @@ class Engine:
             target = load_target(
                 file,
                 rope=options.model.rope,
+                kernels=_kernels(options),
                 device=pick_device(options.model),
                 check_tensors=options.model.check_tensors,
             )
@@ -324,7 +332,15 @@ def _draft_context(
         dtype_v=cache_dtype(draft.cache_type_v, "--spec-draft-type-v"),
         device=pick_device(options.model, draft),
         rope=options.model.rope,
+        kernels=options.model.kernels,
     )
+
+
+def _kernels(options: Options) -> Kernels:
+    model = options.model
+    dtype_k = cache_dtype(model.cache_type_k, "--cache-type-k")
+    dtype_v = cache_dtype(model.cache_type_v, "--cache-type-v")
+    return pick_kernels(model.kernels, dtype_k, dtype_v)
 
 
 def _hidden(token: int, done: Round, index: int) -> bool:

@@ -82,13 +82,23 @@ class KVCache:
         ``k`` and ``v``. Raises `CacheError` past ``n_ctx``.
         """
         end = self.length + k.shape[0]
+        keys, values = self.reserve(layer, k.shape[0])
+        keys[:, self.length : end] = k.transpose(0, 1)
+        values[:, self.length : end] = v.transpose(0, 1)
+        return keys[:, :end].to(k.dtype), values[:, :end].to(v.dtype)
+
+    def reserve(self, layer: int, n: int) -> tuple[Tensor, Tensor]:
+        """The buffers of one layer, with room for ``n`` rows behind the committed ones.
+
+        Contiguous, [Hkv, capacity, Dh] and [Hkv, capacity, Dv]; for a back end that writes them
+        itself. Raises `CacheError` past ``n_ctx``.
+        """
+        end = self.length + n
         if end > self.n_ctx:
             raise CacheError(f"cache: {end} rows do not fit the context of {self.n_ctx}")
         if end > self._keys[layer].shape[1]:
             self._grow(layer, end)
-        self._keys[layer][:, self.length : end] = k.transpose(0, 1)
-        self._values[layer][:, self.length : end] = v.transpose(0, 1)
-        return self._keys[layer][:, :end].to(k.dtype), self._values[layer][:, :end].to(v.dtype)
+        return self._keys[layer], self._values[layer]
 
     def committed(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The committed rows of one layer, ([Hkv, length, Dh], [Hkv, length, Dv])."""

@@ -60,6 +60,7 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "
 
 _Node = typing.TypeVar("_Node")
 RopeScaling = Literal["none", "linear", "yarn"]
+Kernels = Literal["auto", "native", "torch"]
 DraftSampling = Literal["greedy", "probabilistic"]
 ReasoningEffort = Literal["default", "minimal", "low", "medium", "high", "xhigh", "max"]
 Switch = Literal["on", "off", "auto"]
@@ -156,6 +157,8 @@ class ModelOptions:
     """Index of the CUDA device that is taken when none is named."""
     n_threads: int = -1
     """Compute threads; 0 or less = all physical cores."""
+    kernels: Kernels = "auto"
+    """`native`: packed weights on the CPU; `torch`: float32 weights; `auto`: native if it can."""
     override_kv: tuple[str, ...] = ()
     """Metadata overrides, `KEY=TYPE:VALUE`."""
     check_tensors: bool = False

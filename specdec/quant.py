@@ -39,7 +39,7 @@ _SCALAR_TYPES = {
     "I64": torch.int64,
 }
 # Non-linear 4-bit values of IQ4_NL and IQ4_XS (ggml: kvalues_iq4nl).
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # E2M1 values times two (ggml: kvalues_mxfp4).
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -103,18 +103,18 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """Low halves, then high halves, of the bytes along the last axis: [..., W] to [..., 2, W]."""
     return torch.stack((packed & 15, packed >> 4), dim=-2)
 
 
-def _bit_fields(packed: Tensor, width: int) -> Tensor:
+def bit_fields(packed: Tensor, width: int) -> Tensor:
     """The 8 / width fields of every byte, lowest first: [..., W] to [..., 8 / width, W]."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8).unsqueeze(1)
     return (packed.unsqueeze(-2) >> shifts) & ((1 << width) - 1)
 
 
-def _high_bits(packed: Tensor) -> Tensor:
+def high_bits(packed: Tensor) -> Tensor:
     """Bit j of the 32-bit little-endian number in every row, times 16: [N, 4] to [N, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((packed.unsqueeze(-1) >> shifts) & 1).mul_(16).flatten(1)
@@ -127,22 +127,22 @@ def _look_up(values: Sequence[int], codes: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 2:]).flatten(1))
+    out.copy_(nibbles(blocks[:, 2:]).flatten(1))
     out.sub_(8).mul_(_halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 4:]).flatten(1))
+    out.copy_(nibbles(blocks[:, 4:]).flatten(1))
     out.mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 6:]).flatten(1).bitwise_or_(_high_bits(blocks[:, 2:6])))
+    out.copy_(nibbles(blocks[:, 6:]).flatten(1).bitwise_or_(high_bits(blocks[:, 2:6])))
     out.sub_(16).mul_(_halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 8:]).flatten(1).bitwise_or_(_high_bits(blocks[:, 4:8])))
+    out.copy_(nibbles(blocks[:, 8:]).flatten(1).bitwise_or_(high_bits(blocks[:, 4:8])))
     out.mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
@@ -151,15 +151,15 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
     out.mul_(_halves(blocks, 0))
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and minimum of the 8 sub-blocks of Q4_K and Q5_K, both float32 [N, 8, 1].
 
     Twelve bytes hold 6-bit numbers: the first four of each kind whole, the other four as a nibble
     plus two bits above the whole ones (ggml: get_scale_min_k4).
     """
-    first, second, nibbles = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat((first & 63, (nibbles & 15) | ((first >> 2) & 48)), dim=1)
-    mins = torch.cat((second & 63, (nibbles >> 4) | ((second >> 2) & 48)), dim=1)
+    first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
+    mins = torch.cat((second & 63, (mixed >> 4) | ((second >> 2) & 48)), dim=1)
     return (
         (scales * _halves(blocks, 0)).unsqueeze(2),
         (mins * _halves(blocks, 2)).unsqueeze(2),
@@ -169,63 +169,63 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _q2_k(blocks: Tensor, out: Tensor) -> None:
     scales = ((blocks[:, :16] & 15) * _halves(blocks, 80)).unsqueeze(2)
     mins = ((blocks[:, :16] >> 4) * _halves(blocks, 82)).unsqueeze(2)
-    out.copy_(_bit_fields(blocks[:, 16:80].view(-1, 2, 32), 2).flatten(1))
+    out.copy_(bit_fields(blocks[:, 16:80].view(-1, 2, 32), 2).flatten(1))
     out.view(-1, 16, 16).mul_(scales).sub_(mins)
 
 
 def _q3_k(blocks: Tensor, out: Tensor) -> None:
     """Two low bits and a high bit per value; 6-bit scales as nibbles and pairs of bits."""
-    low = _bit_fields(blocks[:, 32:96].view(-1, 2, 32), 2).flatten(1)
-    high = _bit_fields(blocks[:, :32], 1).flatten(1)
-    low_scales = _nibbles(blocks[:, 96:104]).flatten(1)
-    high_scales = _bit_fields(blocks[:, 104:108], 2).flatten(1)
+    low = bit_fields(blocks[:, 32:96].view(-1, 2, 32), 2).flatten(1)
+    high = bit_fields(blocks[:, :32], 1).flatten(1)
+    low_scales = nibbles(blocks[:, 96:104]).flatten(1)
+    high_scales = bit_fields(blocks[:, 104:108], 2).flatten(1)
     scales = ((low_scales | (high_scales * 16)).float() - 32) * _halves(blocks, 108)
     out.copy_(low.bitwise_or_(high.mul_(4))).sub_(4)
     out.view(-1, 16, 16).mul_(scales.unsqueeze(2))
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    scales, mins = _k_scales(blocks)
+    scales, mins = k_scales(blocks)
     values = out.view(-1, 8, 32)
-    values.copy_(_nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1, 2))
+    values.copy_(nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1, 2))
     values.mul_(scales).sub_(mins)
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    scales, mins = _k_scales(blocks)
-    low = _nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1, 2)
+    scales, mins = k_scales(blocks)
+    low = nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1, 2)
     values = out.view(-1, 8, 32)
-    values.copy_(low.bitwise_or_(_bit_fields(blocks[:, 16:48], 1).mul_(16)))
+    values.copy_(low.bitwise_or_(bit_fields(blocks[:, 16:48], 1).mul_(16)))
     values.mul_(scales).sub_(mins)
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    low = _nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
-    high = _bit_fields(blocks[:, 128:192].view(-1, 2, 32), 2).flatten(1)
+    low = nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
+    high = bit_fields(blocks[:, 128:192].view(-1, 2, 32), 2).flatten(1)
     scales = blocks[:, 192:208].view(torch.int8) * _halves(blocks, 208)
     out.copy_(low.bitwise_or_(high.mul_(16))).sub_(32)
     out.view(-1, 16, 16).mul_(scales.unsqueeze(2))
 
 
 def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
-    codes = _nibbles(blocks[:, 2:]).flatten(1)
-    torch.mul(_look_up(_IQ4_VALUES, codes), _halves(blocks, 0), out=out)
+    codes = nibbles(blocks[:, 2:]).flatten(1)
+    torch.mul(_look_up(IQ4_VALUES, codes), _halves(blocks, 0), out=out)
 
 
 def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
     """Eight sub-blocks; their 6-bit scales are nibbles (bytes 4-7) plus two bits (bytes 2-3)."""
     shape = (len(blocks), 8)
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).view(shape)
-    high = _bit_fields(blocks[:, 2:4], 2).transpose(1, 2).reshape(shape)
+    high = bit_fields(blocks[:, 2:4], 2).transpose(1, 2).reshape(shape)
     scales = ((low | (high * 16)).float() - 32) * _halves(blocks, 0)
-    codes = _nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(2)
-    torch.mul(_look_up(_IQ4_VALUES, codes), scales.unsqueeze(2), out=out.view(-1, 8, 32))
+    codes = nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(2)
+    torch.mul(_look_up(IQ4_VALUES, codes), scales.unsqueeze(2), out=out.view(-1, 8, 32))
 
 
 def _mxfp4(blocks: Tensor, out: Tensor) -> None:
     """One exponent byte e per block: the scale is 2 ** (e - 128), half of E8M0's value."""
     scales = torch.from_numpy(np.ldexp(np.float32(1), blocks[:, :1].numpy().astype(int) - 128))
-    torch.mul(_look_up(_MXFP4_VALUES, _nibbles(blocks[:, 1:]).flatten(1)), scales, out=out)
+    torch.mul(_look_up(_MXFP4_VALUES, nibbles(blocks[:, 1:]).flatten(1)), scales, out=out)
 
 
 def _nvfp4(blocks: Tensor, out: Tensor) -> None:
@@ -236,7 +236,7 @@ def _nvfp4(blocks: Tensor, out: Tensor) -> None:
     table = torch.where(exponents == 0, mantissas * 2.0**-10, normal).float()
     table[0x7F] = 0
     scales = table.index_select(0, blocks[:, :4].int().flatten()).view(-1, 4, 1)
-    values = _look_up(_MXFP4_VALUES, _nibbles(blocks[:, 4:].view(-1, 4, 8)).flatten(2))
+    values = _look_up(_MXFP4_VALUES, nibbles(blocks[:, 4:].view(-1, 4, 8)).flatten(2))
     torch.mul(values, scales, out=out.view(-1, 4, 16))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.errors import ModelFileError, UsageError, unknown_name
 from specdec.gguf_file import GGUFFile
-from specdec.options import DraftOptions, ModelOptions, Options
+from specdec.options import DraftOptions, Kernels, ModelOptions, Options
 
 if TYPE_CHECKING:
     import torch
@@ -302,6 +302,18 @@ def set_threads(n_threads: int) -> None:
 
     if n_threads > 0:
         torch.set_num_threads(n_threads)
+
+
+def pick_kernels(kernels: Kernels, dtype_k: torch.dtype, dtype_v: torch.dtype) -> Kernels:
+    """The kernels that can work on a cache of these types. Raises `UsageError` if native cannot."""
+    import torch
+
+    if kernels == "torch" or (dtype_k, dtype_v) == (torch.float32, torch.float32):
+        return kernels
+    if kernels == "native":
+        raise UsageError("--kernels native needs f32 caches; leave out the cache types")
+    log.info("native kernels: need f32 caches; running on torch")
+    return "torch"
 
 
 def cache_dtype(name: str | None, flag: str) -> torch.dtype:

@@ -31,6 +31,7 @@ LAYERS = {
     "kv_cache": 1,
     "resources": 1,
     "models": 2,
+    "native": 2,
     "sampling": 2,
     "drafters": 3,
     "verify": 4,

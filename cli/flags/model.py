@@ -100,6 +100,11 @@ MODEL = Panel(
             "LLAMA_ARG_THREADS",
         ),
         Flag(
+            "model.kernels",
+            ("--kernels",),
+            "auto, native (packed weights, CPU) or torch; auto = native where it can.",
+        ),
+        Flag(
             "model.device",
             ("--device", "-dev"),
             "cpu, cuda, cuda:N, mps or none; the best one if not given.",

@@ -17,6 +17,7 @@ from specdec.kv_cache import KVCache
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.options import DraftOptions, SamplingOptions
+from specdec.resources import pick_kernels
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class DraftModel:
 def build(context: DraftContext) -> DraftModel:
     """The drafter for the draft file of ``context``."""
     assert context.draft_file is not None
-    model = load_target(context.draft_file, device=context.device)
+    kernels = pick_kernels(context.kernels, context.dtype_k, context.dtype_v)
+    model = load_target(context.draft_file, device=context.device, kernels=kernels)
     return DraftModel(
         model,
         context.spec.draft,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.options import RopeOptions
+from specdec.options import Kernels, RopeOptions
 from specdec.registry import Registry
 
 if TYPE_CHECKING:
@@ -81,16 +81,21 @@ def load_target(
     rope: RopeOptions | None = None,
     device: torch.device | str = "cpu",
     check_tensors: bool = False,
+    kernels: Kernels = "auto",
 ) -> Target:
-    """The model in ``file`` with float32 weights on ``device``.
+    """The model in ``file`` on ``device``, its weights packed (native kernels) or float32 (torch).
+
+    ``kernels``: "auto" takes native where it can be built and knows the layers; "native" insists.
 
     Raises `UnsupportedError` for an unknown architecture, `ModelFileError` for a missing, left-over
     or misshapen tensor, and with ``check_tensors`` for one with a value that is not finite.
     """
-    from specdec.models.loading import check_finite
+    from specdec.models.loading import check_finite, fill_target
 
     check_architecture(file)
     target: Target = ARCHITECTURES.load(file.architecture)(file, rope or RopeOptions())
+    if target.device.type == "meta":
+        fill_target(target, file, kernels=kernels, device=device)
     if check_tensors:
-        check_finite(target, file)
+        check_finite(file)
     return target.to(device).requires_grad_(False).eval()

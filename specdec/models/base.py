@@ -7,7 +7,7 @@ name. Knows nothing about drafters: it is asked for *taps*.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,9 +23,13 @@ from specdec.models.layers import (
     LayerSpec,
     RopeSpec,
     RotaryEmbedding,
+    SoftCap,
 )
-from specdec.models.rows import ROW_BLOCK, Rows, by_element
+from specdec.models.rows import ROW_BLOCK, Rows
 from specdec.options import RopeOptions
+
+Transform = Callable[[str, Tensor], Tensor]
+"""Rearranges the rows of a tensor by name, once, at load; may be given rows of packed bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +70,47 @@ class Target(nn.Module):
         self.output_norm = nn.RMSNorm(config.n_embd, eps=config.rms_eps)
         if not tied:
             self.output = nn.Linear(config.n_embd, config.n_vocab, bias=False)
+        self.softcap: nn.Module = SoftCap(config.logit_softcap)
+        self.transform: Transform | None = None
+        self.is_row_invariant = False
         self._layers: list[DecoderLayer] = list(self.blk)  # type: ignore[arg-type]
         kinds = list(dict.fromkeys(spec.rope for spec in specs))
         self._rotary = [RotaryEmbedding(kind) for kind in kinds]
         self._rotary_of = [kinds.index(spec.rope) for spec in specs]
 
     @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """The blocks in order."""
+        return self._layers
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.token_embd.weight.device
+        return self.output_norm.weight.device
 
     @property
     def n_taps(self) -> int:
         """Number of points that can be tapped: every layer's input and the last layer's output."""
         return self.config.n_layer + 1
+
+    def use_row_invariant(
+        self,
+        *,
+        layers: Sequence[nn.Module],
+        token_embd: nn.Module,
+        output_norm: nn.Module,
+        output: nn.Module,
+        softcap: nn.Module,
+    ) -> None:
+        """Runs on other modules, with the same signatures, that compute every row as if alone.
+
+        Passes are then never split or padded: any number of rows gives the same numbers.
+        """
+        self.blk = nn.ModuleList(layers)
+        self._layers = list(layers)  # type: ignore[arg-type]
+        self.token_embd, self.output_norm = token_embd, output_norm  # type: ignore[assignment]
+        self.output, self.softcap = output, softcap  # type: ignore[assignment]
+        self.is_row_invariant = True
 
     def new_cache(
         self,
@@ -119,7 +150,9 @@ class Target(nn.Module):
         many rows share the pass.
         """
         cache.begin_pass()
-        if logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
+        if self.is_row_invariant:
+            blocks = [self._wide(tokens, cache, taps)]
+        elif logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
             blocks = [self._exact(part, cache, taps) for part in torch.split(tokens, ROW_BLOCK)]
         else:
             blocks = [self._wide(tokens, cache, taps)]
@@ -149,21 +182,22 @@ class Target(nn.Module):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The output matrix alone (no norm, no soft cap), [T, D] -> [T, V] float32."""
-        tied = not hasattr(self, "output")
-        return F.linear(hidden, (self.token_embd if tied else self.output).weight).float()
+        if hasattr(self, "output"):
+            return self.output(hidden).float()  # type: ignore[no-any-return]
+        return F.linear(hidden, self.token_embd.weight).float()
 
     def _logits(self, final: Tensor) -> Tensor:
-        """Logits [R, V] of last hidden states [R, D], in blocks of `ROW_BLOCK` rows."""
+        """Logits [R, V] of last hidden states [R, D], in blocks of `ROW_BLOCK` rows if need be."""
+        if self.is_row_invariant:
+            return self.softcap(self.lm_head(self.output_norm(final)))  # type: ignore[no-any-return]
         blocks = torch.split(self.output_norm(final), ROW_BLOCK)
         if not final.shape[0]:
             return final.new_empty(0, self.config.n_vocab)
         return torch.cat([self._block_logits(block) for block in blocks])
 
     def _block_logits(self, normed: Tensor) -> Tensor:
-        count, cap = normed.shape[0], self.config.logit_softcap
-        logits = self.lm_head(F.pad(normed, (0, 0, 0, ROW_BLOCK - count)))
-        if cap:
-            logits = cap * by_element(torch.tanh, logits / cap)
+        count = normed.shape[0]
+        logits: Tensor = self.softcap(self.lm_head(F.pad(normed, (0, 0, 0, ROW_BLOCK - count))))
         return logits[:count]
 
     def _exact(self, tokens: Tensor, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -333,6 +333,18 @@ class DecoderLayer(nn.Module):
         return hidden * self.layer_output_scale.weight if self.spec.has_output_scale else hidden
 
 
+class SoftCap(nn.Module):
+    """Keeps values within a bound: c * tanh(x / c); 0 = no bound."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return self.cap * by_element(torch.tanh, x / self.cap) if self.cap else x
+
+
 class WeightOnly(nn.Module):
     """A tensor without a layer of its own that files store as ``NAME.weight``."""
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from specdec import native
 from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
-from specdec.models.base import ModelConfig, Target, count_mtp_layers, read_per_layer
+from specdec.models.base import ModelConfig, Target, Transform, count_mtp_layers, read_per_layer
 from specdec.models.experts import Routing
 from specdec.models.layers import LayerSpec, interleaved_to_halves
-
-Transform = Callable[[str, Tensor], Tensor]
-"""Changes the layout of a tensor by name, once, at load."""
+from specdec.options import Kernels
 
 
 def load_weights(
@@ -41,6 +40,22 @@ def load_modules(
     transform: Transform | None = None,
 ) -> None:
     """`load_weights` for several modules that share the tensors of one file among them."""
+    check_names(modules, file, ignored=ignored)
+    weights = {}
+    for module in modules:
+        for name in module.state_dict():
+            if name not in weights:
+                tensor = file.load(name)
+                weights[name] = transform(name, tensor) if transform else tensor
+    for module in modules:
+        mine = {name: weights[name] for name in module.state_dict()}
+        module.load_state_dict(mine, assign=True)
+
+
+def check_names(
+    modules: Sequence[nn.Module], file: GGUFFile, *, ignored: Sequence[str] = ()
+) -> None:
+    """Raises `ModelFileError` unless the file has the modules' tensors, in their shapes, alone."""
     wanted = {name: value for module in modules for name, value in module.state_dict().items()}
     for name, parameter in wanted.items():
         if name not in file.tensors:
@@ -57,19 +72,12 @@ def load_modules(
             f"{file.path}: {len(left_over)} tensors are not part of a {file.architecture} model, "
             f"first {left_over[0]}; the file has features that are not supported"
         )
-    weights = {}
-    for name in wanted:
-        tensor = file.load(name)
-        weights[name] = transform(name, tensor) if transform else tensor
-    for module in modules:
-        mine = {name: weights[name] for name in module.state_dict()}
-        module.load_state_dict(mine, assign=True)
 
 
-def check_finite(module: nn.Module, file: GGUFFile) -> None:
-    """Raises `ModelFileError` for the first weight with a value that is not finite."""
-    for name, tensor in module.state_dict().items():
-        if not torch.isfinite(tensor).all():
+def check_finite(file: GGUFFile) -> None:
+    """Raises `ModelFileError` for the first tensor with a value that is not finite."""
+    for name in file.tensors:
+        if not torch.isfinite(file.load(name)).all():
             raise ModelFileError(
                 f"{file.path}: tensor {name} has values that are not finite; the file is damaged"
             )
@@ -82,18 +90,32 @@ def build_target(
     *,
     transform: Transform | None = None,
 ) -> Target:
-    """A loaded target whose output matrix is the embedding table if the file has no other.
+    """A target whose output matrix is the embedding table if the file has no other.
 
-    Blocks for multi-token prediction behind the ``specs`` are left alone.
+    Every name and shape is checked; the weights are still to be loaded (`fill_target`), by the back
+    end that will run them. Blocks for multi-token prediction behind the ``specs`` are left alone.
     """
     last = f"blk.{len(specs) - 1}.attn_norm.weight"
     if last not in file.tensors:
         raise ModelFileError(f"{file.path}: tensor {last} is missing; the file is incomplete")
     with torch.device("meta"):
         target = Target(config, specs, tied="output.weight" not in file.tensors)
-    ignored = ("rope_freqs.weight", *mtp_tensors(file))
-    load_weights(target, file, ignored=ignored, transform=transform)
+    check_names([target], file, ignored=_other_tensors(file))
+    target.transform = transform
     return target
+
+
+def fill_target(
+    target: Target, file: GGUFFile, *, kernels: Kernels, device: torch.device | str
+) -> None:
+    """Loads the weights of a target from `build_target`, packed if it runs on native kernels."""
+    if not native.install(target, file, kernels, device):
+        load_weights(target, file, ignored=_other_tensors(file), transform=target.transform)
+
+
+def _other_tensors(file: GGUFFile) -> list[str]:
+    """Names of tensors that are no parameters of the target."""
+    return ["rope_freqs.weight", *mtp_tensors(file)]
 
 
 def mtp_tensors(file: GGUFFile) -> list[str]:

@@ -17,10 +17,10 @@ RECORDED = Path(__file__).parent.parent / "data" / "vectors" / "real_smollm2_f32
 N_GREEDY = 64
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
+@pytest.fixture(scope="module", params=["torch", "native"])
+def target(request: pytest.FixtureRequest) -> Target:
     with GGUFFile.open(PATH) as file:
-        return load_target(file)
+        return load_target(file, kernels=request.param)
 
 
 @torch.inference_mode()

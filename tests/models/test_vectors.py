@@ -13,6 +13,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.models.rows import ROW_BLOCK
+from specdec.options import Kernels
 
 VECTORS = Path(__file__).parent.parent / "data" / "vectors"
 FLOAT_FILES = {
@@ -27,11 +28,18 @@ FLOAT_FILES = {
     "tgt_gemma3": 5e-3,  # ggml's GELU is a half-precision table
 }
 QUANTISED = ("tgt_llama256.q8_0", "tgt_llama256.q4_k_m")
+KERNELS: tuple[Kernels, ...] = ("torch", "native")
 
 
-def load(name: str) -> tuple[Target, dict[str, np.ndarray]]:
+def with_kernels(*names: str) -> list[tuple[str, Kernels]]:
+    """Every file with every back end that can run it."""
+    experts = ("tgt_qwen3moe",)
+    return [(name, k) for name in names for k in KERNELS if k == "torch" or name not in experts]
+
+
+def load(name: str, kernels: Kernels) -> tuple[Target, dict[str, np.ndarray]]:
     with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
-        target = load_target(file)
+        target = load_target(file, kernels=kernels)
     with np.load(VECTORS / f"{name}.npz") as recorded:
         return target, dict(recorded)
 
@@ -45,9 +53,9 @@ def gap(actual: Tensor, expected: np.ndarray) -> float:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", FLOAT_FILES)
-def test_logits_taps_and_greedy_text(name: str) -> None:
-    target, recorded = load(name)
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*FLOAT_FILES))
+def test_logits_taps_and_greedy_text(name: str, kernels: Kernels) -> None:
+    target, recorded = load(name, kernels)
     taps = tuple(range(target.n_taps))
     for prompt in range(3):
         cache = target.new_cache(512)
@@ -63,9 +71,9 @@ def test_logits_taps_and_greedy_text(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", FLOAT_FILES)
-def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
-    target, recorded = load(name)
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*FLOAT_FILES))
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, kernels: Kernels) -> None:
+    target, recorded = load(name, kernels)
     ids = tokens(recorded["p0_ids"])
     one_by_one = target.new_cache(512)
     alone = torch.cat([target(one, one_by_one).logits for one in ids.split(1)])
@@ -76,9 +84,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", FLOAT_FILES)
-def test_prompt_chunks_agree_with_single_rows(name: str) -> None:
-    target, recorded = load(name)
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*FLOAT_FILES))
+def test_prompt_chunks_agree_with_single_rows(name: str, kernels: Kernels) -> None:
+    target, recorded = load(name, kernels)
     ids = tokens(recorded["p0_ids"])
     taps = tuple(range(target.n_taps))
     expected = target(ids, target.new_cache(512), taps=taps)
@@ -91,9 +99,9 @@ def test_prompt_chunks_agree_with_single_rows(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_files_within_activation_rounding(name: str) -> None:
-    target, recorded = load(name)
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*QUANTISED))
+def test_quantised_files_within_activation_rounding(name: str, kernels: Kernels) -> None:
+    target, recorded = load(name, kernels)
     logits = target(tokens(recorded["p0_ids"]), target.new_cache(512)).logits
     expected = torch.from_numpy(recorded["p0_logits"])
     assert float((logits - expected).abs().max()) < 0.3
@@ -142,9 +150,11 @@ def plain_llama(file: GGUFFile, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", [*QUANTISED, "tgt_llama"])
-def test_agrees_with_a_plain_computation_on_the_dequantised_weights(name: str) -> None:
-    target, recorded = load(name)
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*QUANTISED, "tgt_llama"))
+def test_agrees_with_a_plain_computation_on_the_dequantised_weights(
+    name: str, kernels: Kernels
+) -> None:
+    target, recorded = load(name, kernels)
     ids = tokens(recorded["p0_ids"])
     with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
         expected = plain_llama(file, ids)
@@ -153,9 +163,10 @@ def test_agrees_with_a_plain_computation_on_the_dequantised_weights(name: str) -
 
 
 @torch.inference_mode()
-def test_a_tap_is_the_input_of_the_layer() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_tap_is_the_input_of_the_layer(kernels: Kernels) -> None:
     """Layers that add known constants: a wrong offset would pass every shape check."""
-    target, recorded = load("tgt_qwen3")
+    target, recorded = load("tgt_qwen3", kernels)
     for i, layer in enumerate(target.blk):
         layer.forward = lambda hidden, *_, i=i: hidden + 10.0**i  # type: ignore[method-assign]
     ids = tokens(recorded["p0_ids"])[:3]

@@ -1,0 +1,84 @@
+"""The native back end: packed weights, one call a layer, every row computed as if it were alone.
+
+`install` gives a target, built on the meta device, native modules in place of its torch ones. The
+kernels are C++ without torch's headers, compiled at first use (`build`), called through ctypes
+(`library`) on weights in a layout of their own (`packing`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from specdec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from specdec.gguf_file import GGUFFile
+    from specdec.models.base import Target
+    from specdec.options import Kernels
+
+log = logging.getLogger(__name__)
+
+
+def install(target: Target, file: GGUFFile, kernels: Kernels, device: torch.device | str) -> bool:
+    """Loads the weights of ``target`` into native modules; False if torch has to do it.
+
+    With ``kernels`` "native" the reason is an `UnsupportedError`, with "auto" it is logged.
+    """
+    if kernels == "torch":
+        return False
+    try:
+        _check_supported(target, device)
+        _load(target, file)
+    except UnsupportedError as error:
+        if kernels == "native":
+            raise
+        log.info("%s; running on torch", error)
+        return False
+    return True
+
+
+def _check_supported(target: Target, device: torch.device | str) -> None:
+    """Raises `UnsupportedError` unless every layer has a native form on this device."""
+    from specdec.models.layers import DecoderLayer
+
+    if str(device) != "cpu":
+        raise UnsupportedError(f"native kernels: need the CPU, not {device}")
+    if not all(type(layer) is DecoderLayer and not layer.spec.n_expert for layer in target.layers):
+        raise UnsupportedError(
+            f"native kernels: {target.config.architecture} has layers that they do not know"
+        )
+
+
+def _load(target: Target, file: GGUFFile) -> None:
+    from specdec.native import layer as native
+    from specdec.native.library import load_library
+    from specdec.native.packing import PACKED_TYPES
+
+    library = load_library()
+    weights = native.Weights(file, target.transform)
+    config = target.config
+    tied = not hasattr(target, "output")
+    norm = weights.vector("output_norm.weight")
+    target.use_row_invariant(
+        layers=[
+            native.NativeLayer(library, layer.spec, list(layer.state_dict()), f"blk.{i}.", weights)
+            for i, layer in enumerate(target.layers)
+        ],
+        token_embd=native.NativeEmbedding(file, "token_embd.weight"),
+        output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
+        output=native.NativeLinear(
+            library, weights.matrix("token_embd.weight" if tied else "output.weight")
+        ),
+        softcap=native.NativeSoftCap(library, config.logit_softcap),
+    )
+    others = Counter(
+        info.ggml_type
+        for info in file.tensors.values()
+        if len(info.shape) == 2 and info.ggml_type not in PACKED_TYPES
+    )
+    for name, count in others.items():
+        log.debug("native kernels: %d tensors of type %s became float32", count, name)

@@ -1,0 +1,37 @@
+// One block of a dense transformer, as specdec.models.layers.LayerSpec describes it.
+//
+// The structures are those of specdec/native/library.py, field by field.
+#pragma once
+
+#include "matmul.h"
+
+namespace specdec {
+
+struct Layer {
+  int64_t n_embd, n_head, n_head_kv, head_dim, head_dim_v, n_ff;
+  int64_t window;     // keys a query sees, itself included; 0 = all
+  int64_t shares_kv;  // values are the raw keys, normalised without a weight
+  int64_t uses_gelu;  // tanh form; otherwise SiLU
+  float rms_eps, attention_scale, value_scale, output_scale;
+  Matrix q, k, v, output, gate, up, down;
+  const float *attn_norm, *ffn_norm;
+  // Null where the layer has none.
+  const float *q_norm, *k_norm, *sinks, *post_attention_norm, *post_ffw_norm;
+};
+
+// One pass of n rows at positions start ... start + n - 1.
+struct Pass {
+  int64_t n, start;
+  int64_t capacity;    // rows of the cache's buffers
+  int64_t n_rot;       // rotated dimensions of a head
+  int64_t n_threads;
+  const float* hidden;  // [n, n_embd]
+  float* out;           // [n, n_embd]
+  float* keys;          // [n_head_kv, capacity, head_dim]
+  float* values;        // [n_head_kv, capacity, head_dim_v]
+  const float* cos;     // [n, n_rot / 2]
+  const float* sin;
+  float* scratch;       // specdec_scratch floats
+};
+
+}  // namespace specdec

@@ -1,0 +1,203 @@
+"""Modules that run on the native kernels, with the signatures of their torch counterparts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from specdec import quant
+from specdec.errors import CacheError
+from specdec.gguf_file import GGUFFile
+from specdec.kv_cache import KVCache
+from specdec.models.layers import LayerSpec, Rows
+from specdec.native.library import Layer, Library, Pass, floats, matrix_struct
+from specdec.native.packing import PackedMatrix, pack
+
+Transform = Callable[[str, Tensor], Tensor]
+"""Rearranges the rows of a tensor by name, whatever its columns are."""
+
+_MATRICES = {
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "output": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+_VECTORS = {
+    "attn_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "sinks": "attn_sinks",
+    "post_attention_norm": "post_attention_norm",
+    "post_ffw_norm": "post_ffw_norm",
+}
+
+
+class Weights:
+    """The tensors of a file, packed or as float32."""
+
+    def __init__(self, file: GGUFFile, transform: Transform | None) -> None:
+        self._file, self._transform = file, transform
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A matrix in its packed form."""
+        info = self._file.info(name)
+        rows, cols = info.shape
+        raw = torch.from_numpy(self._file.raw(name).reshape(rows, -1).copy())
+        if self._transform is not None:
+            raw = self._transform(name, raw)
+        return pack(raw, info.ggml_type, cols)
+
+    def vector(self, name: str) -> Tensor:
+        """A tensor as float32, contiguous."""
+        tensor = self._file.load(name).float()
+        if self._transform is not None:
+            tensor = self._transform(name, tensor)
+        return tensor.contiguous()
+
+
+class NativeLayer(nn.Module):
+    """One block as its `LayerSpec` describes it, in one native call."""
+
+    def __init__(
+        self, library: Library, spec: LayerSpec, names: Sequence[str], prefix: str, weights: Weights
+    ) -> None:
+        """Packs the tensors ``names`` (the parameters of a `DecoderLayer`) under ``prefix``."""
+        super().__init__()
+        self.spec = spec
+        self._library = library
+        self._kept: list[Tensor] = []  # what the structure points to
+        present = set(names)
+        fields = {
+            field: self._matrix(f"{prefix}{name}", f"{name}.bias" in present, weights)
+            for field, name in _MATRICES.items()
+            if f"{name}.weight" in present
+        }
+        vectors = {
+            field: self._keep(weights.vector(f"{prefix}{name}.weight")).data_ptr()
+            for field, name in _VECTORS.items()
+            if f"{name}.weight" in present
+        }
+        scale = 1.0
+        if spec.has_output_scale:
+            scale = float(weights.vector(f"{prefix}layer_output_scale.weight"))
+        self._struct = Layer(
+            n_embd=spec.n_embd,
+            n_head=spec.n_head,
+            n_head_kv=spec.n_head_kv,
+            head_dim=spec.head_dim,
+            head_dim_v=spec.head_dim_v,
+            n_ff=spec.n_ff,
+            window=spec.window,
+            shares_kv=spec.shares_kv,
+            uses_gelu=spec.activation == "gelu_tanh",
+            rms_eps=spec.rms_eps,
+            attention_scale=spec.attention_scale,
+            value_scale=spec.value_scale,
+            output_scale=scale,
+            **fields,
+            **vectors,
+        )
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    def _matrix(self, name: str, has_bias: bool, weights: Weights) -> object:
+        packed = weights.matrix(f"{name}.weight")
+        self._keep(packed.data)
+        bias = self._keep(weights.vector(f"{name}.bias")) if has_bias else None
+        return matrix_struct(packed, bias)
+
+    def forward(
+        self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor], rows: Rows
+    ) -> Tensor:
+        """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if not float32."""
+        n, n_rot = hidden.shape[0], 2 * rotary[0].shape[1]
+        hidden = floats(hidden, (n, self.spec.n_embd))
+        cos, sin = (floats(table, (n, n_rot // 2)) for table in rotary)
+        keys, values = cache.reserve(layer, n)
+        if keys.dtype != torch.float32 or values.dtype != torch.float32:
+            raise CacheError("native kernels: keys and values must be f32; use --kernels torch")
+        n_threads = torch.get_num_threads()
+        scratch = self._library.scratch(self._struct, n, rows.start + n, n_threads)
+        out = torch.empty_like(hidden)
+        self._library.run_layer(
+            self._struct,
+            Pass(
+                n,
+                rows.start,
+                keys.shape[1],
+                n_rot,
+                n_threads,
+                hidden.data_ptr(),
+                out.data_ptr(),
+                keys.data_ptr(),
+                values.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                scratch.data_ptr(),
+            ),
+        )
+        return out
+
+
+class NativeEmbedding(nn.Module):
+    """An embedding table that stays in the file's bytes; rows are decoded when they are read."""
+
+    def __init__(self, file: GGUFFile, name: str) -> None:
+        super().__init__()
+        info = file.info(name)
+        self._n_embd, self._type = info.shape[1], info.ggml_type
+        self._rows: npt.NDArray[np.uint8] = file.raw(name).reshape(info.shape[0], -1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows [T, D] float32 of token ids [T]."""
+        raw = self._rows[tokens.numpy()]
+        return quant.dequantize(raw, self._type, (*tokens.shape, self._n_embd)).float()
+
+
+class NativeLinear(nn.Module):
+    """A product with a packed matrix."""
+
+    def __init__(self, library: Library, packed: PackedMatrix) -> None:
+        super().__init__()
+        self._library, self._packed = library, packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, cols] -> [T, rows]."""
+        return self._library.multiply(self._packed, x)
+
+
+class NativeRMSNorm(nn.Module):
+    """`torch.nn.RMSNorm` whose rows do not depend on each other."""
+
+    weight: Tensor
+
+    def __init__(self, library: Library, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self._library, self._eps = library, eps
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        return self._library.rms_norm(x, self.weight, self._eps)
+
+
+class NativeSoftCap(nn.Module):
+    """`specdec.models.layers.SoftCap` whose rows do not depend on each other."""
+
+    def __init__(self, library: Library, cap: float) -> None:
+        super().__init__()
+        self._library, self._cap = library, cap
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """cap * tanh(logits / cap), or the logits without a cap."""
+        return self._library.softcap(logits, self._cap) if self._cap else logits

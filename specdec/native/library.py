@@ -1,0 +1,137 @@
+"""The compiled kernels as Python functions of tensors; sizes are checked before every call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from specdec.errors import UnsupportedError
+from specdec.native.build import shared_library
+from specdec.native.packing import PackedMatrix
+
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int64
+_FLOAT = ctypes.c_float
+
+
+class Matrix(ctypes.Structure):
+    """``Matrix`` of matmul.h."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("bias", _POINTER),
+        ("rows", _INT),
+        ("cols", _INT),
+        ("kind", _INT),
+    )
+
+
+class Layer(ctypes.Structure):
+    """``Layer`` of layer.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("n_embd", "n_head", "n_head_kv", "head_dim", "head_dim_v")),
+        *((name, _INT) for name in ("n_ff", "window", "shares_kv", "uses_gelu")),
+        *((name, _FLOAT) for name in ("rms_eps", "attention_scale", "value_scale")),
+        ("output_scale", _FLOAT),
+        *((name, Matrix) for name in ("q", "k", "v", "output", "gate", "up", "down")),
+        *((name, _POINTER) for name in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "sinks")),
+        *((name, _POINTER) for name in ("post_attention_norm", "post_ffw_norm")),
+    )
+
+
+class Pass(ctypes.Structure):
+    """``Pass`` of layer.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("n", "start", "capacity", "n_rot", "n_threads")),
+        *((name, _POINTER) for name in ("hidden", "out", "keys", "values", "cos", "sin")),
+        ("scratch", _POINTER),
+    )
+
+
+class Library:
+    """The kernels. Every tensor is contiguous float32 on the CPU."""
+
+    def __init__(self, path: str) -> None:
+        """Loads a compiled library. Raises `UnsupportedError` if it does not fit this program."""
+        try:
+            self._lib = lib = ctypes.CDLL(path)
+        except OSError as error:
+            raise UnsupportedError(f"native kernels: {path} cannot be loaded: {error}") from None
+        lib.specdec_layer_size.restype = lib.specdec_pass_size.restype = _INT
+        sizes = lib.specdec_layer_size(), lib.specdec_pass_size()
+        if sizes != (ctypes.sizeof(Layer), ctypes.sizeof(Pass)):
+            raise UnsupportedError(f"native kernels: {path} was built with other structures")
+        lib.specdec_scratch.restype = _INT
+        lib.specdec_scratch.argtypes = (_POINTER, _INT, _INT, _INT)
+        lib.specdec_layer.restype = None
+        lib.specdec_layer.argtypes = (_POINTER, _POINTER)
+        lib.specdec_multiply.restype = None
+        lib.specdec_multiply.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
+        lib.specdec_rms_norm.restype = None
+        lib.specdec_rms_norm.argtypes = (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER)
+        lib.specdec_softcap.restype = None
+        lib.specdec_softcap.argtypes = (_POINTER, _INT, _FLOAT)
+
+    def multiply(self, packed: PackedMatrix, x: Tensor) -> Tensor:
+        """The products [T, rows] of x [T, cols] and a packed matrix."""
+        x = floats(x, (x.shape[0], packed.cols))
+        n = x.shape[0]
+        out = torch.empty(n, packed.rows)
+        sums = torch.empty(n, -(-packed.cols // 32))
+        self._lib.specdec_multiply(
+            ctypes.byref(matrix_struct(packed, None)),
+            x.data_ptr(),
+            n,
+            sums.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Rows x [T, D] divided by their root mean square, times ``weight`` [D]."""
+        x = floats(x, (x.shape[0], weight.shape[0]))
+        weight, out = floats(weight, weight.shape), torch.empty_like(x)
+        self._lib.specdec_rms_norm(
+            x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, out.data_ptr()
+        )
+        return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of every element."""
+        out = floats(x, x.shape).clone()
+        self._lib.specdec_softcap(out.data_ptr(), out.numel(), cap)
+        return out
+
+    def scratch(self, layer: Layer, n_rows: int, end: int, n_threads: int) -> Tensor:
+        """Memory for a pass of ``n_rows`` that ends at position ``end``."""
+        return torch.empty(self._lib.specdec_scratch(ctypes.byref(layer), n_rows, end, n_threads))
+
+    def run_layer(self, layer: Layer, one: Pass) -> None:
+        """One layer; the caller has checked every size."""
+        self._lib.specdec_layer(ctypes.byref(layer), ctypes.byref(one))
+
+
+def matrix_struct(packed: PackedMatrix, bias: Tensor | None) -> Matrix:
+    """What the kernels are told about a matrix; valid as long as its tensors live."""
+    pointer = None if bias is None else bias.data_ptr()
+    return Matrix(packed.data.data_ptr(), pointer, packed.rows, packed.cols, int(packed.kind))
+
+
+def floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``x`` as the kernels read it. Raises ValueError for another shape, dtype or device."""
+    if x.shape != shape or x.dtype != torch.float32 or x.device.type != "cpu":
+        found = f"{x.dtype} {list(x.shape)} on {x.device}"
+        raise ValueError(f"expected float32 {list(shape)} on the CPU, got {found}")
+    return x.contiguous()
+
+
+@functools.cache
+def load_library() -> Library:
+    """The kernels for this machine, built at first use. Raises `UnsupportedError`."""
+    return Library(str(shared_library()))

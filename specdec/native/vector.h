@@ -1,0 +1,241 @@
+// Sixteen floats at a time, in registers of whatever width the compiler's target has.
+//
+// Everything is written once, for AVX-512, AVX2, NEON and plain code alike; only the conversion from
+// half precision and the fused multiply-add name instructions. Nothing here depends on how many
+// values are processed together, and no reduction's order is left to the compiler.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__AVX__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace specdec {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define SPECDEC_AVX2
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int PARTS = 16 / LANES;
+
+typedef float f32_lanes __attribute__((vector_size(LANES * 4)));
+typedef int32_t i32_lanes __attribute__((vector_size(LANES * 4)));
+typedef uint8_t u8_lanes __attribute__((vector_size(LANES)));
+typedef uint16_t u16_lanes __attribute__((vector_size(LANES * 2)));
+
+struct f32x16 {
+  f32_lanes part[PARTS];
+};
+
+struct i32x16 {
+  i32_lanes part[PARTS];
+};
+
+// Applies `expression` of part index p to every part.
+#define SPECDEC_PARTS(type, expression)                    \
+  type result;                                             \
+  for (int p = 0; p < PARTS; p++) result.part[p] = expression; \
+  return result
+
+// The subtraction makes a vector of a number and costs nothing: x - 0 is x, whatever its sign.
+inline f32x16 broadcast(float value) { SPECDEC_PARTS(f32x16, value - f32_lanes{}); }
+
+inline f32x16 load(const float* source) {
+  f32x16 result;
+  std::memcpy(&result, source, sizeof result);
+  return result;
+}
+
+inline void store(float* destination, const f32x16& value) {
+  std::memcpy(destination, &value, sizeof value);
+}
+
+// The first `count` of sixteen values, the others 0.
+inline f32x16 load_partial(const float* source, int64_t count) {
+  f32x16 result = broadcast(0.0f);
+  std::memcpy(&result, source, static_cast<size_t>(count) * sizeof(float));
+  return result;
+}
+
+inline void store_partial(float* destination, const f32x16& value, int64_t count) {
+  std::memcpy(destination, &value, static_cast<size_t>(count) * sizeof(float));
+}
+
+inline f32x16 operator+(const f32x16& a, const f32x16& b) {
+  SPECDEC_PARTS(f32x16, a.part[p] + b.part[p]);
+}
+inline f32x16 operator-(const f32x16& a, const f32x16& b) {
+  SPECDEC_PARTS(f32x16, a.part[p] - b.part[p]);
+}
+inline f32x16 operator*(const f32x16& a, const f32x16& b) {
+  SPECDEC_PARTS(f32x16, a.part[p] * b.part[p]);
+}
+inline f32x16 operator/(const f32x16& a, const f32x16& b) {
+  SPECDEC_PARTS(f32x16, a.part[p] / b.part[p]);
+}
+inline f32x16 max(const f32x16& a, const f32x16& b) {
+  SPECDEC_PARTS(f32x16, a.part[p] > b.part[p] ? a.part[p] : b.part[p]);
+}
+inline f32x16 min(const f32x16& a, const f32x16& b) {
+  SPECDEC_PARTS(f32x16, a.part[p] < b.part[p] ? a.part[p] : b.part[p]);
+}
+
+inline f32_lanes fma_lanes(f32_lanes a, f32_lanes b, f32_lanes c) {
+#if defined(__AVX512F__)
+  return (f32_lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(SPECDEC_AVX2)
+  return (f32_lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (f32_lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// a * b + c, fused where the machine can: never left to the compiler's choice.
+inline f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) {
+  SPECDEC_PARTS(f32x16, fma_lanes(a.part[p], b.part[p], c.part[p]));
+}
+
+// Sixteen bytes as integers.
+inline i32x16 load_u8(const uint8_t* source) {
+  i32x16 result;
+#if defined(__AVX512F__)
+  result.part[0] = (i32_lanes)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)source));
+#elif defined(SPECDEC_AVX2)
+  for (int p = 0; p < PARTS; p++)
+    result.part[p] =
+        (i32_lanes)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(source + 8 * p)));
+#else
+  for (int p = 0; p < PARTS; p++) {
+    u8_lanes bytes;
+    std::memcpy(&bytes, source + p * LANES, sizeof bytes);
+    result.part[p] = __builtin_convertvector(bytes, i32_lanes);
+  }
+#endif
+  return result;
+}
+
+// Sixteen signed bytes as integers.
+inline i32x16 load_i8(const uint8_t* source) {
+#if defined(__AVX512F__)
+  return {{(i32_lanes)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)source))}};
+#else
+  const i32x16 bytes = load_u8(source);
+  SPECDEC_PARTS(i32x16, (bytes.part[p] ^ 128) - 128);
+#endif
+}
+
+inline f32x16 to_float(const i32x16& a) {
+  SPECDEC_PARTS(f32x16, __builtin_convertvector(a.part[p], f32_lanes));
+}
+inline i32x16 low_nibbles(const i32x16& a) { SPECDEC_PARTS(i32x16, a.part[p] & 15); }
+inline i32x16 high_nibbles(const i32x16& a) { SPECDEC_PARTS(i32x16, a.part[p] >> 4); }
+
+inline f32x16 load_bf16(const uint8_t* source) {
+  f32x16 result;
+  for (int p = 0; p < PARTS; p++) {
+    u16_lanes bits;
+    std::memcpy(&bits, source + p * LANES * 2, sizeof bits);
+    result.part[p] = (f32_lanes)(__builtin_convertvector(bits, i32_lanes) << 16);
+  }
+  return result;
+}
+
+// One number of IEEE half precision, by its bits.
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t rest = half & 0x7fffu;
+  uint32_t bits;
+  if (rest >= 0x7c00u) {
+    bits = 0x7f800000u | (rest & 0x3ffu) << 13;
+  } else if (rest >= 0x400u) {
+    bits = (rest << 13) + (112u << 23);
+  } else {
+    const float tiny = static_cast<float>(rest) * 0x1p-24f;
+    std::memcpy(&bits, &tiny, sizeof bits);
+  }
+  bits |= sign;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline f32x16 load_f16(const uint8_t* source) {
+  f32x16 result;
+#if defined(__AVX512F__)
+  result.part[0] = (f32_lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)source));
+#elif defined(SPECDEC_AVX2)
+  for (int p = 0; p < PARTS; p++)
+    result.part[p] = (f32_lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source + p));
+#elif defined(__aarch64__)
+  for (int p = 0; p < PARTS; p++) {
+    float16x4_t halves;
+    std::memcpy(&halves, source + p * 8, sizeof halves);
+    result.part[p] = (f32_lanes)vcvt_f32_f16(halves);
+  }
+#else
+  float values[16];
+  for (int i = 0; i < 16; i++) {
+    uint16_t half;
+    std::memcpy(&half, source + 2 * i, sizeof half);
+    values[i] = half_to_float(half);
+  }
+  result = load(values);
+#endif
+  return result;
+}
+
+// The sum of all sixteen, always by the same tree: lane i with i + 8, then + 4, + 2, + 1.
+inline float sum(const f32x16& value) {
+  float lanes[16];
+  store(lanes, value);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline float largest(const f32x16& value) {
+  float lanes[16];
+  store(lanes, value);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++)
+      if (lanes[i + width] > lanes[i]) lanes[i] = lanes[i + width];
+  return lanes[0];
+}
+
+// e^x within two units in the last place, x cut to [-87, 88.37]: powers of two times a polynomial
+// of degree six on [-ln 2 / 2, ln 2 / 2] (coefficients: Cephes, expf).
+inline f32x16 exp(const f32x16& exponent) {
+  const f32x16 x = max(min(exponent, broadcast(88.37f)), broadcast(-87.0f));
+  const f32x16 rounder = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 shifted = fma(x, broadcast(1.44269504088896341f), rounder);
+  const f32x16 power = shifted - rounder;
+  const f32x16 r = fma(power, broadcast(2.12194440e-4f), fma(power, broadcast(-0.693359375f), x));
+  f32x16 y = broadcast(1.9875691500e-4f);
+  for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                            1.6666665459e-1f, 5.0000001201e-1f})
+    y = fma(y, r, broadcast(coefficient));
+  y = fma(y, r * r, r) + broadcast(1.0f);
+  f32x16 result;
+  for (int p = 0; p < PARTS; p++) {
+    const i32_lanes exponent_bits =
+        ((i32_lanes)shifted.part[p] - (i32_lanes)rounder.part[p]) << 23;
+    result.part[p] = (f32_lanes)((i32_lanes)y.part[p] + exponent_bits);
+  }
+  return result;
+}
+
+}  // namespace specdec

@@ -1,0 +1,108 @@
+"""Compiling once, for many processes, and doing without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.errors import UnsupportedError
+from specdec.gguf_file import GGUFFile
+from specdec.models import load_target
+from specdec.native import build, library
+
+VECTORS = Path(__file__).parent.parent / "data" / "vectors"
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load_library.cache_clear()
+    yield tmp_path / "specdec"  # type: ignore[misc]
+    library.load_library.cache_clear()
+
+
+def logits(kernels: str, name: str = "tgt_llama") -> torch.Tensor:
+    with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
+        target = load_target(file, kernels=kernels)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        return target(torch.tensor([1, 2, 3]), target.new_cache(8)).logits
+
+
+def test_without_a_compiler_torch_runs(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(logits("auto"), logits("torch"))
+    assert caplog.messages == [
+        "native kernels: found no C++ compiler; install g++ or set CXX; running on torch"
+    ]
+    with pytest.raises(UnsupportedError, match="no C\\+\\+ compiler"):
+        logits("native")
+
+
+def test_a_cache_that_cannot_be_written(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unbuilt.write_text("a file where the folder should be")
+    with pytest.raises(UnsupportedError, match="cannot write"):
+        build.shared_library()
+
+
+def test_a_compiler_that_fails(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = unbuilt.parent / "broken"
+    script.write_text("#!/bin/sh\necho out of luck >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(UnsupportedError, match=r"broken failed: out of luck"):
+        build.shared_library()
+    assert list(unbuilt.iterdir()) == []
+
+
+def test_two_processes_build_at_once(unbuilt: Path) -> None:
+    """A fast stand-in for the compiler: what counts is that nobody sees half a file."""
+    script = unbuilt.parent / "compiler"
+    script.write_text(
+        '#!/bin/sh\nfor last; do :; done\necho started > "$last"\nsleep 0.3\necho done > "$last"\n'
+    )
+    script.chmod(0o755)
+    command = "from specdec.native.build import shared_library; print(shared_library())"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", command],
+            env={**os.environ, "CXX": str(script)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    paths = {process.communicate()[0].strip() for process in running}
+    assert len(paths) == 1
+    assert Path(paths.pop()).read_text() == "done\n"
+    assert len(list(unbuilt.iterdir())) == 1
+
+
+def test_a_file_that_is_no_library(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.so"
+    path.write_text("no library")
+    with pytest.raises(UnsupportedError, match="cannot be loaded"):
+        library.Library(str(path))
+
+
+def test_layers_that_the_kernels_do_not_know(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        logits("auto", "tgt_qwen3moe")
+    assert "has layers that they do not know; running on torch" in caplog.text
+    with pytest.raises(UnsupportedError, match="qwen3moe has layers"):
+        logits("native", "tgt_qwen3moe")
+
+
+def test_other_devices_run_on_torch() -> None:
+    with GGUFFile.open(VECTORS / "tgt_llama.gguf") as file:
+        assert load_target(file, device="meta").is_row_invariant is False

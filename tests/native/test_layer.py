@@ -1,0 +1,160 @@
+"""`NativeLayer` against `DecoderLayer` in every variant, and row by row to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.errors import CacheError
+from specdec.kv_cache import KVCache
+from specdec.models.layers import DecoderLayer, LayerSpec, RopeSpec, RotaryEmbedding, Rows
+from specdec.native.layer import NativeLayer, Weights
+from specdec.native.library import load_library
+from specdec.native.packing import PackedMatrix, pack
+
+PLAIN = LayerSpec(
+    n_embd=48,
+    n_head=4,
+    n_head_kv=2,
+    head_dim=16,
+    head_dim_v=16,
+    n_ff=80,
+    rms_eps=1e-5,
+    rope=RopeSpec(16, 10000.0),
+    attention_scale=0.25,
+)
+VARIANTS = {
+    "plain": PLAIN,
+    "norms": replace(PLAIN, has_qk_norm=True, has_post_norms=True),
+    "biases": replace(PLAIN, has_qkv_bias=True, has_output_bias=True),
+    "gelu": replace(PLAIN, activation="gelu_tanh"),
+    "window": replace(PLAIN, window=5),
+    "sinks": replace(PLAIN, has_sinks=True, window=7),
+    "scales": replace(PLAIN, value_scale=1.5, has_output_scale=True),
+    "shared": replace(PLAIN, shares_kv=True, has_qk_norm=True),
+    "partial": replace(PLAIN, rope=RopeSpec(6, 10000.0)),
+    "wide": replace(PLAIN, head_dim=80, head_dim_v=144, rope=RopeSpec(80, 10000.0)),
+    "odd": replace(
+        PLAIN, n_embd=37, n_ff=51, head_dim=10, head_dim_v=7, rope=RopeSpec(10, 10000.0)
+    ),
+    "one head": replace(PLAIN, n_head=1, n_head_kv=1),
+}
+DEPTHS = (0, 1, 255, 1000)
+
+
+class ModuleWeights(Weights):
+    """The parameters of a torch module in place of a file's tensors."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._state = module.state_dict()
+
+    def matrix(self, name: str) -> PackedMatrix:
+        weight = self._state[name].contiguous()
+        return pack(weight.view(torch.uint8), "F32", weight.shape[1])
+
+    def vector(self, name: str) -> Tensor:
+        return self._state[name].contiguous()
+
+
+def build(spec: LayerSpec) -> tuple[DecoderLayer, NativeLayer]:
+    generator = torch.Generator().manual_seed(spec.n_ff)
+    plain = DecoderLayer(spec).requires_grad_(False)
+    for name, weight in plain.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    names = list(plain.state_dict())
+    return plain, NativeLayer(load_library(), spec, names, "", ModuleWeights(plain))
+
+
+class Run:
+    """A layer with a cache of its own."""
+
+    def __init__(self, layer: DecoderLayer | NativeLayer) -> None:
+        self.layer, spec = layer, layer.spec
+        self.cache = KVCache([spec.cache_shape], 2048, device=torch.device("cpu"))
+        self.rotary = RotaryEmbedding(spec.rope)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        n = hidden.shape[0]
+        positions = torch.arange(self.cache.length, self.cache.length + n)
+        rows = Rows(self.cache.length, n, exact=False)
+        out: Tensor = self.layer(hidden, self.cache, 0, self.rotary(positions), rows)
+        self.cache.advance(n)
+        return out
+
+
+def random_rows(spec: LayerSpec, n: int) -> Tensor:
+    return torch.randn(n, spec.n_embd, generator=torch.Generator().manual_seed(n))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_agrees_with_the_torch_layer(name: str) -> None:
+    plain, native = (Run(layer) for layer in build(VARIANTS[name]))
+    for n in (3, 1, 20, 1, 2):
+        hidden = random_rows(VARIANTS[name], n)
+        torch.testing.assert_close(native(hidden), plain(hidden), atol=2e-5, rtol=1e-5)
+    for ours, theirs in zip(
+        native.cache.committed(0, torch.float32),
+        plain.cache.committed(0, torch.float32),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
+    spec = VARIANTS[name]
+    run = Run(build(spec)[1])
+    hidden = random_rows(spec, 32)
+    before = torch.get_num_threads()
+    for depth in DEPTHS:
+        run.cache.truncate(0)
+        if depth:
+            run(random_rows(spec, depth))
+        alone = torch.cat([run(row) for row in hidden.split(1)])
+        for n_threads, n in [(1, n) for n in range(1, 33)] + [(2, n) for n in (1, 2, 7, 8, 32)]:
+            torch.set_num_threads(n_threads)
+            run.cache.truncate(depth)
+            assert torch.equal(run(hidden[:n]), alone[:n]), f"{n} rows at depth {depth}"
+        torch.set_num_threads(before)
+
+
+def test_prompt_chunks_leave_the_same_cache() -> None:
+    spec = VARIANTS["norms"]
+    _, native = build(spec)
+    hidden = random_rows(spec, 300)
+    whole, whole_run = None, Run(native)
+    whole = whole_run(hidden)
+    for size in (1, 17, 256):
+        run = Run(native)
+        assert torch.equal(torch.cat([run(part) for part in hidden.split(size)]), whole)
+        for ours, theirs in zip(
+            run.cache.committed(0, torch.float32),
+            whole_run.cache.committed(0, torch.float32),
+            strict=True,
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    plain, native = (Run(layer) for layer in build(replace(PLAIN, attention_scale=50.0)))
+    hidden = random_rows(PLAIN, 9) * 30
+    torch.testing.assert_close(native(hidden), plain(hidden), atol=1e-3, rtol=1e-4)
+
+
+def test_caches_of_other_types_are_refused() -> None:
+    _, native = build(PLAIN)
+    run = Run(native)
+    shapes = [PLAIN.cache_shape]
+    run.cache = KVCache(shapes, 8, device=torch.device("cpu"), dtype_k=torch.float16)
+    with pytest.raises(CacheError, match="must be f32"):
+        run(random_rows(PLAIN, 1))
+
+
+def test_the_context_is_the_limit() -> None:
+    run = Run(build(PLAIN)[1])
+    run.cache = KVCache([PLAIN.cache_shape], 8, device=torch.device("cpu"))
+    with pytest.raises(CacheError, match="do not fit"):
+        run(random_rows(PLAIN, 9))

@@ -1,0 +1,129 @@
+"""Every packed format against float64 products with the dequantised weights, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+from specdec import quant
+from specdec.native.library import load_library
+from specdec.native.packing import GROUP, PACKED_TYPES, pack
+
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q3_K": (108,)}
+"""Where the float16 numbers of a block are, for formats that `gguf` cannot write."""
+N_COLS = 512
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def raw_rows(ggml_type: str, rows: int, cols: int) -> np.ndarray:
+    """Random rows of a format, [rows, bytes]."""
+    rng = np.random.default_rng(rows * cols)
+    if ggml_type not in SCALES:
+        values = rng.standard_normal((rows, cols)).astype(np.float32)
+        blocks = quants.quantize(values, GGMLQuantizationType[ggml_type])
+        return np.ascontiguousarray(blocks).view(np.uint8).reshape(rows, -1)
+    block_size, type_size = quant.block_layout(ggml_type)
+    raw = rng.integers(0, 256, (rows * cols // block_size, type_size), dtype=np.uint8)
+    for start in SCALES[ggml_type]:
+        factors = rng.uniform(-0.02, 0.02, (len(raw), 1)).astype(np.float16)
+        raw[:, start : start + 2] = factors.view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def product(ggml_type: str, raw: np.ndarray, x: Tensor) -> Tensor:
+    packed = pack(torch.from_numpy(raw.copy()), ggml_type, x.shape[1])
+    return load_library().multiply(packed, x)
+
+
+def check(ggml_type: str, rows: int, cols: int, n: int) -> None:
+    raw = raw_rows(ggml_type, rows, cols)
+    x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, cols))).float()
+    weight = quant.dequantize(raw, ggml_type, (rows, cols)).double()
+    expected = x.double() @ weight.T
+    bound = x.double().abs() @ weight.abs().T  # rounding errors grow with the summands
+    error = (product(ggml_type, raw, x).double() - expected).abs() / bound.clamp(min=1e-30)
+    assert float(error.max()) < 2e-6
+
+
+@pytest.mark.parametrize("ggml_type", [*PACKED_TYPES, "Q3_K"])
+def test_products_agree_with_float64(ggml_type: str, threads: int) -> None:
+    check(ggml_type, rows=40, cols=N_COLS, n=5)
+
+
+@pytest.mark.parametrize("ggml_type", [*PACKED_TYPES, "Q3_K"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(ggml_type: str) -> None:
+    raw = raw_rows(ggml_type, 40, N_COLS)
+    x = torch.randn(32, N_COLS, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([product(ggml_type, raw, row) for row in x.split(1)])
+    before = torch.get_num_threads()
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        for n in range(1, 33):
+            assert torch.equal(product(ggml_type, raw, x[:n]), alone[:n]), f"{n} rows"
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("cols", [1, 2, 15, 16, 17, 31, 33, 63, 100])
+@pytest.mark.parametrize("ggml_type", ["F32", "F16", "BF16"])
+def test_any_number_of_columns(ggml_type: str, cols: int) -> None:
+    check(ggml_type, rows=17, cols=cols, n=3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33])
+@pytest.mark.parametrize("ggml_type", ["F32", "Q4_0", "Q8_0"])
+def test_any_number_of_rows(ggml_type: str, rows: int, threads: int) -> None:
+    check(ggml_type, rows=rows, cols=96, n=3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 17])
+def test_any_number_of_activation_rows(n: int, threads: int) -> None:
+    check("Q4_1", rows=33, cols=64, n=n)
+
+
+@pytest.mark.parametrize("ggml_type", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_packed_size_is_the_size_in_the_file(ggml_type: str) -> None:
+    raw = raw_rows(ggml_type, 2 * GROUP, N_COLS)
+    assert pack(torch.from_numpy(raw), ggml_type, N_COLS).data.numel() == raw.size
+
+
+def test_large_tensors_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = torch.from_numpy(raw_rows("Q4_1", 50, N_COLS))
+    whole = pack(raw, "Q4_1", N_COLS)
+    monkeypatch.setattr("specdec.native.packing._CHUNK_BYTES", 1)
+    assert torch.equal(pack(raw, "Q4_1", N_COLS).data, whole.data)
+
+
+def test_wrong_shapes_never_reach_the_kernels() -> None:
+    packed = pack(torch.from_numpy(raw_rows("F32", 16, 32)), "F32", 32)
+    for x in (torch.zeros(2, 31), torch.zeros(2, 32).double(), torch.zeros(2, 33)):
+        with pytest.raises(ValueError, match="expected float32"):
+            load_library().multiply(packed, x)
+
+
+def test_half_precision_specials() -> None:
+    """Subnormal, largest and negative zero halves keep their values."""
+    halves = np.array([0x0001, 0x03FF, 0x0400, 0x7BFF, 0x8000, 0x8001, 0xFBFF], np.uint16)
+    raw = halves.view(np.uint8).reshape(-1, 2)
+    expected = torch.from_numpy(halves.view(np.float16).astype(np.float32))
+    assert torch.equal(product("F16", raw, torch.ones(1, 1))[0], expected)
+
+
+def test_soft_cap_and_norm() -> None:
+    x = torch.randn(3, 77, generator=torch.Generator().manual_seed(2)) * 40
+    weight = torch.linspace(-1, 2, 77)
+    capped = 30 * torch.tanh(x / 30)
+    torch.testing.assert_close(load_library().softcap(x, 30.0), capped, atol=1e-5, rtol=0)
+    normed = torch.nn.functional.rms_norm(x, (77,), weight, 1e-5)
+    torch.testing.assert_close(load_library().rms_norm(x, weight, 1e-5), normed)
