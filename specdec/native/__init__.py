@@ -28,7 +28,7 @@ def install(target: Target, file: GGUFFile, kernels: Kernels, device: torch.devi
 
     With ``kernels`` "native" the reason is an `UnsupportedError`, with "auto" it is logged.
     """
-    if kernels == "torch":
+    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
         return False
     try:
         _check_supported(target, device)

@@ -32,14 +32,21 @@ float exponentials(float* scores, int64_t count, float largest_score) {
 template <int N>
 void mix(const float* weights, const float* values, int64_t stride, int64_t count, float factor,
          float* out) {
-  f32x16 total[N];
-  for (int i = 0; i < N; i++) total[i] = broadcast(0.0f);
-  for (int64_t j = 0; j < count; j++) {
-    const f32x16 weight = broadcast(weights[j]);
-    for (int i = 0; i < N; i++)
-      total[i] = fma(weight, load(values + j * stride + 16 * i), total[i]);
+  f32x16 even[N], odd[N];  // two chains, so that one need not wait for the other
+  for (int i = 0; i < N; i++) even[i] = odd[i] = broadcast(0.0f);
+  int64_t j = 0;
+  for (; j + 2 <= count; j += 2) {
+    const float* row = values + j * stride;
+    const f32x16 first = broadcast(weights[j]), second = broadcast(weights[j + 1]);
+    for (int i = 0; i < N; i++) {
+      even[i] = fma(first, load(row + 16 * i), even[i]);
+      odd[i] = fma(second, load(row + stride + 16 * i), odd[i]);
+    }
   }
-  for (int i = 0; i < N; i++) store(out + 16 * i, total[i] * broadcast(factor));
+  if (j < count)
+    for (int i = 0; i < N; i++)
+      even[i] = fma(broadcast(weights[j]), load(values + j * stride + 16 * i), even[i]);
+  for (int i = 0; i < N; i++) store(out + 16 * i, (even[i] + odd[i]) * broadcast(factor));
 }
 
 void mix_rest(const float* weights, const float* values, int64_t stride, int64_t count,

@@ -7,6 +7,7 @@
 namespace specdec {
 namespace {
 
+constexpr int AHEAD = 4096;  // bytes that are asked for before their turn
 constexpr int MAX_TILE = LANES == 16 ? 8 : 2;  // rows whose sums fit the registers
 
 struct HalfScale {
@@ -94,6 +95,7 @@ struct Quantised {
     const float* x[T];
     for (int t = 0; t < T; t++) x[t] = rows[t];
     for (int64_t b = 0; b < n_blocks; b++) {
+      prefetch(group + AHEAD, F::bytes + Quants::bytes);
       f32x16 first[T], second[T];
       for (int t = 0; t < T; t++) first[t] = second[t] = broadcast(0.0f);
       Quants::template add_products<T>(group + F::bytes, x, first, second);
@@ -134,6 +136,7 @@ struct Floating {
     constexpr int64_t step = Number::bytes * GROUP;
     for (int64_t start = 0; start < cols; start += SUM_BLOCK) {
       const int64_t end = start + SUM_BLOCK < cols ? start + SUM_BLOCK : cols;
+      prefetch(group + start * step + AHEAD, SUM_BLOCK * step);
       f32x16 first[T], second[T];
       for (int t = 0; t < T; t++) first[t] = second[t] = broadcast(0.0f);
       int64_t c = start;

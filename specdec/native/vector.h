@@ -109,6 +109,11 @@ inline f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) {
   SPECDEC_PARTS(f32x16, fma_lanes(a.part[p], b.part[p], c.part[p]));
 }
 
+// Asks for memory that is read soon; `count` bytes.
+inline void prefetch(const uint8_t* source, int count) {
+  for (int i = 0; i < count; i += 64) __builtin_prefetch(source + i);
+}
+
 // Sixteen bytes as integers.
 inline i32x16 load_u8(const uint8_t* source) {
   i32x16 result;
@@ -200,20 +205,20 @@ inline f32x16 load_f16(const uint8_t* source) {
 
 // The sum of all sixteen, always by the same tree: lane i with i + 8, then + 4, + 2, + 1.
 inline float sum(const f32x16& value) {
+#if defined(__AVX512F__) || defined(SPECDEC_AVX2)
+  __m256 halves[2];
+  std::memcpy(halves, &value, sizeof halves);
+  const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+#else
   float lanes[16];
   store(lanes, value);
   for (int width = 8; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
-}
-
-inline float largest(const f32x16& value) {
-  float lanes[16];
-  store(lanes, value);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++)
-      if (lanes[i + width] > lanes[i]) lanes[i] = lanes[i + width];
-  return lanes[0];
+#endif
 }
 
 // e^x within two units in the last place, x cut to [-87, 88.37]: powers of two times a polynomial

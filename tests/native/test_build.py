@@ -69,7 +69,8 @@ def test_two_processes_build_at_once(unbuilt: Path) -> None:
     """A fast stand-in for the compiler: what counts is that nobody sees half a file."""
     script = unbuilt.parent / "compiler"
     script.write_text(
-        '#!/bin/sh\nfor last; do :; done\necho started > "$last"\nsleep 0.3\necho done > "$last"\n'
+        '#!/bin/sh\n[ "$1" = --version ] && exit\nfor last; do :; done\n'
+        'echo started > "$last"\nsleep 0.3\necho done > "$last"\n'
     )
     script.chmod(0o755)
     command = "from specdec.native.build import shared_library; print(shared_library())"
