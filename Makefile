@@ -6,7 +6,7 @@ DRAFT := models/SmolLM2-135M-Instruct-DSpark-b8.gguf
 PROMPT ?= Write a Python class Point with methods add, sub, mul and div, each returning a new Point.
 PEER := downloads/llama.cpp-venv
 
-.PHONY: help install demo test bench bench-peer check format lint types docs clean
+.PHONY: help install demo test sanitize bench bench-peer check format lint types docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,6 +29,10 @@ demo: .venv/installed $(MODEL) ## answer a prompt with a real model, speculative
 
 test: .venv/installed $(MODEL) ## run the tests
 	$(BIN)/python -m pytest
+
+sanitize: .venv/installed ## run the tests of the native kernels under AddressSanitizer
+	CXXFLAGS="-fsanitize=address -g" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/native
 
 bench: .venv/installed $(MODEL) ## measure speed here and in llama.cpp, and rounds with each draft
 	$(BIN)/python benchmarks/run.py $(MODEL) models/*.gguf

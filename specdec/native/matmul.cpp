@@ -8,6 +8,7 @@ namespace specdec {
 namespace {
 
 constexpr int AHEAD = 4096;  // bytes that are asked for before their turn
+constexpr int64_t CHUNK = 1 << 18;  // bytes of weights that meet all rows before the next
 constexpr int MAX_TILE = LANES == 16 ? 8 : 2;  // rows whose sums fit the registers
 
 struct HalfScale {
@@ -186,14 +187,17 @@ void multiply_tile(const uint8_t* group, int64_t cols, const Input& input, int64
   }
 }
 
-// All rows of the input, in tiles of at most T rows.
+// Groups first ... last - 1 with all rows of the input from t0 on, in tiles of at most T rows: a tile
+// stays in the first cache, the groups in the second.
 template <class Format, int T>
-void multiply_rows(const uint8_t* group, int64_t cols, const Input& input, int64_t t0, int64_t row,
-                   const Output& out) {
-  for (; t0 + T <= input.n; t0 += T) multiply_tile<Format, T>(group, cols, input, t0, row, out);
+void multiply_tiles(const Matrix& matrix, const Input& input, int64_t t0, int64_t first,
+                    int64_t last, const Output& out) {
+  const int64_t bytes = Format::group_bytes(matrix.cols);
+  for (; t0 + T <= input.n; t0 += T)
+    for (int64_t g = first; g < last; g++)
+      multiply_tile<Format, T>(matrix.data + g * bytes, matrix.cols, input, t0, g * GROUP, out);
   if constexpr (T > 1) {
-    if (t0 < input.n)
-      multiply_rows<Format, T / 2>(group, cols, input, t0, row, out);
+    if (t0 < input.n) multiply_tiles<Format, T / 2>(matrix, input, t0, first, last, out);
   }
 }
 
@@ -201,8 +205,9 @@ template <class Format>
 void multiply_format(const Matrix& matrix, const Input& input, int64_t first, int64_t last,
                      const Output& out) {
   const int64_t bytes = Format::group_bytes(matrix.cols);
-  for (int64_t g = first; g < last; g++)
-    multiply_rows<Format, MAX_TILE>(matrix.data + g * bytes, matrix.cols, input, 0, g * GROUP, out);
+  const int64_t step = bytes < CHUNK ? CHUNK / bytes : 1;
+  for (int64_t g = first; g < last; g += step)
+    multiply_tiles<Format, MAX_TILE>(matrix, input, 0, g, g + step < last ? g + step : last, out);
 }
 
 }  // namespace
