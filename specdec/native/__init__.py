@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING
 
 from specdec.errors import UnsupportedError
@@ -18,9 +19,16 @@ if TYPE_CHECKING:
 
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
+    from specdec.models.layers import LayerSpec
     from specdec.options import Kernels
 
 log = logging.getLogger(__name__)
+
+KNOWN_FIELDS = (
+    *("has_qk_norm", "has_qkv_bias", "has_output_bias", "has_post_norms", "activation", "window"),
+    *("has_sinks", "shares_kv", "value_scale", "has_output_scale"),
+)
+"""Optional fields of `LayerSpec` that the kernels act on; any other must have its default."""
 
 
 def install(target: Target, file: GGUFFile, kernels: Kernels, device: torch.device | str) -> bool:
@@ -47,10 +55,19 @@ def _check_supported(target: Target, device: torch.device | str) -> None:
 
     if str(device) != "cpu":
         raise UnsupportedError(f"native kernels: need the CPU, not {device}")
-    if not all(type(layer) is DecoderLayer and not layer.spec.n_expert for layer in target.layers):
+    if not all(type(layer) is DecoderLayer and _knows(layer.spec) for layer in target.layers):
         raise UnsupportedError(
             f"native kernels: {target.config.architecture} has layers that they do not know"
         )
+
+
+def _knows(spec: LayerSpec) -> bool:
+    """Whether everything that a layer does beyond the plain block has a kernel."""
+    return all(
+        field.name in KNOWN_FIELDS or getattr(spec, field.name) == field.default
+        for field in fields(spec)
+        if field.default is not MISSING
+    )
 
 
 def _load(target: Target, file: GGUFFile) -> None:
