@@ -172,8 +172,9 @@ class NativeLinear(nn.Module):
         self._library, self._packed = library, packed
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, cols] -> [T, rows]."""
-        return self._library.multiply(self._packed, x)
+        """[..., cols] -> [..., rows]."""
+        out = self._library.multiply(self._packed, x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class NativeRMSNorm(nn.Module):
@@ -187,8 +188,9 @@ class NativeRMSNorm(nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
-        return self._library.rms_norm(x, self.weight, self._eps)
+        """[..., D] -> [..., D]."""
+        out = self._library.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self._eps)
+        return out.view(x.shape)
 
 
 class NativeSoftCap(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.errors import CacheError
 from specdec.kv_cache import KVCache
 from specdec.models.layers import DecoderLayer, LayerSpec, RopeSpec, RotaryEmbedding, Rows
-from specdec.native.layer import NativeLayer, Weights
+from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
 from specdec.native.library import load_library
 from specdec.native.packing import PackedMatrix, pack
 
@@ -142,6 +142,20 @@ def test_large_scores_do_not_overflow() -> None:
     plain, native = (Run(layer) for layer in build(replace(PLAIN, attention_scale=50.0)))
     hidden = random_rows(PLAIN, 9) * 30
     torch.testing.assert_close(native(hidden), plain(hidden), atol=1e-3, rtol=1e-4)
+
+
+def test_heads_and_norms_take_what_torch_takes() -> None:
+    weight = torch.randn(20, 12, generator=torch.Generator().manual_seed(3))
+    packed = pack(weight.view(torch.uint8), "F32", 12)
+    head, norm = (
+        NativeLinear(load_library(), packed),
+        NativeRMSNorm(load_library(), weight[0], 1e-5),
+    )
+    for shape in ((12,), (1, 12), (0, 12), (2, 3, 12)):
+        x = torch.ones(shape)
+        assert head(x).shape == (*shape[:-1], 20)
+        torch.testing.assert_close(head(x), torch.nn.functional.linear(x, weight))
+        assert norm(x).shape == shape
 
 
 def test_caches_of_other_types_are_refused() -> None:
