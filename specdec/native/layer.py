@@ -13,7 +13,8 @@ from specdec import quant
 from specdec.errors import CacheError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
-from specdec.models.layers import LayerSpec, Rows
+from specdec.models.layers import LayerSpec
+from specdec.models.rows import Rows
 from specdec.native.library import Layer, Library, Pass, floats, matrix_struct
 from specdec.native.packing import PackedMatrix, pack
 

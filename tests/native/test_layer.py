@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specdec.errors import CacheError
 from specdec.kv_cache import KVCache
-from specdec.models.layers import DecoderLayer, LayerSpec, RopeSpec, RotaryEmbedding, Rows
+from specdec.models.layers import DecoderLayer, LayerSpec, RopeSpec, RotaryEmbedding
+from specdec.models.rows import Rows
 from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
 from specdec.native.library import load_library
 from specdec.native.packing import PackedMatrix, pack

@@ -219,9 +219,10 @@ def test_reduced_vocabulary(make: Any, target: Target) -> None:
 def test_ends_are_borrowed_from_the_target(make: Any, target: Target) -> None:
     """A draft with copies of the target's tables drafts as one that borrows them."""
     ours = make(DraftOptions(n_max=K))
+    config = target.config
     copies = {
-        "token_embd.weight": target.token_embd.weight.numpy(),
-        "output.weight": target.output.weight.numpy(),
+        "token_embd.weight": target.embed(torch.arange(config.n_vocab)).numpy(),
+        "output.weight": target.lm_head(torch.eye(config.n_embd)).T.contiguous().numpy(),
     }
     drafts = []
     for drafter in (ours, make(DraftOptions(n_max=K), tensors=copies)):
