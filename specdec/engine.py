@@ -338,9 +338,7 @@ def _draft_context(
 
 def _kernels(options: Options) -> Kernels:
     model = options.model
-    dtype_k = cache_dtype(model.cache_type_k, "--cache-type-k")
-    dtype_v = cache_dtype(model.cache_type_v, "--cache-type-v")
-    return pick_kernels(model.kernels, dtype_k, dtype_v)
+    return pick_kernels(model.kernels, model.cache_type_k, model.cache_type_v)
 
 
 def _hidden(token: int, done: Round, index: int) -> bool:

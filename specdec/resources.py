@@ -304,11 +304,9 @@ def set_threads(n_threads: int) -> None:
         torch.set_num_threads(n_threads)
 
 
-def pick_kernels(kernels: Kernels, dtype_k: torch.dtype, dtype_v: torch.dtype) -> Kernels:
-    """The kernels that can work on a cache of these types. Raises `UsageError` if native cannot."""
-    import torch
-
-    if kernels == "torch" or (dtype_k, dtype_v) == (torch.float32, torch.float32):
+def pick_kernels(kernels: Kernels, *cache_types: str | None) -> Kernels:
+    """The kernels that can work on caches of these types. Raises `UsageError` if native cannot."""
+    if kernels == "torch" or all(name in (None, "f32") for name in cache_types):
         return kernels
     if kernels == "native":
         raise UsageError("--kernels native needs f32 caches; leave out the cache types")

@@ -126,7 +126,8 @@ class DraftModel:
 def build(context: DraftContext) -> DraftModel:
     """The drafter for the draft file of ``context``."""
     assert context.draft_file is not None
-    kernels = pick_kernels(context.kernels, context.dtype_k, context.dtype_v)
+    options = context.spec.draft
+    kernels = pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v)
     model = load_target(context.draft_file, device=context.device, kernels=kernels)
     return DraftModel(
         model,

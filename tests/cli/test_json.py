@@ -190,7 +190,7 @@ def test_the_prompt_is_shown_where_it_was_asked_for(target: Path, capsys: Captur
 def test_the_log_as_the_user_wants_it(target: Path, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "log.jsonl"
     words = tiny_commands.generate(
-        target, "-p", "x", "-n", "2", "-ctk", "q8_0", "--no-show-timings"
+        target, "-p", "x", "-n", "2", "-ctk", "q8_0", "--kernels", "torch", "--no-show-timings"
     )
     assert run([*words, "--log-jsonl", "--log-file", str(path)]) == 0
     line = json.loads(capsys.readouterr().err)
