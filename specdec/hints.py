@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 MIN_DRAFTS = 16
 """Fewer drafts are no evidence."""
-LOW = 0.25
-"""A first position that is accepted less often is low: trained drafts reach 0.3 to 0.9."""
+LOW = 0.12
+"""A first position that is accepted less often is low: small drafts reach 0.2, large ones 0.9."""
 NONE = 0.05
 """Below this draft and target agree by chance only."""
 COLLAPSE = 0.15

@@ -251,7 +251,7 @@ def test_best_of_several() -> None:
 
 
 FLAT = (0.6, 0.4, 0.25)
-LOW = (0.15, 0.05)
+LOW = (0.1, 0.05)
 
 
 @pytest.mark.parametrize(

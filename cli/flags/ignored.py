@@ -9,17 +9,13 @@ from specdec_cli.flags.values import (
     cpu_range,
     flash_attention,
     integer,
-    json_file,
-    json_text,
     numbers,
     one_of,
-    text_file,
 )
 
 ONE_POOL = "torch has one pool of threads, see --threads"
 PLACEMENT = "the operating system places and schedules the threads"
 ONE_DEVICE = "a model lies on one device as a whole, see --device and --gpu-layers"
-GRAMMAR = "THE OUTPUT IS NOT CONSTRAINED; specdec has no grammars"
 PLAIN_TEXT = "replies are plain text, thoughts included"
 NO_SHIFT = "generation ends when the context is full"
 ONE_SEQUENCE = "one sequence is decoded at a time and keeps its whole cache"
@@ -224,10 +220,6 @@ IGNORED_MODEL = Panel(
 IGNORED_TEXT = Panel(
     "Accepted for llama.cpp: sampling, chat, logging",
     (
-        _value("--grammar", check=str, why=GRAMMAR),
-        _value("--grammar-file", check=text_file, why=GRAMMAR),
-        _value("--json-schema", "-j", check=json_text, why=GRAMMAR, metavar="JSON"),
-        _value("--json-schema-file", "-jf", check=json_file, why=GRAMMAR, metavar="FILE"),
         _switch(
             "--backend-sampling",
             "-bs",

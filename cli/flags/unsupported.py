@@ -32,6 +32,7 @@ def _refused(
 
 ADAPTERS = "adapters are not applied; merge them into the model file"
 STEERING = "control vectors are not applied"
+GRAMMAR = "specdec has no grammars yet, and the output would not be constrained"
 TEXT_ONLY = "specdec reads text only"
 PRESET = "give the model's repository with --hf-repo"
 
@@ -57,6 +58,10 @@ def _media() -> Iterable[Flag]:
 UNSUPPORTED = Panel(
     "Not supported",
     (
+        _refused("--grammar", advice=GRAMMAR),
+        _refused("--grammar-file", advice=GRAMMAR),
+        _refused("--json-schema", "-j", advice=GRAMMAR),
+        _refused("--json-schema-file", "-jf", advice=GRAMMAR),
         _refused(
             "--docker-repo",
             "-dr",
