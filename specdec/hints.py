@@ -98,7 +98,14 @@ def _late_collapse(per_position: Sequence[float]) -> str | None:
 
 
 def explain(engine: Engine, statistics: Statistics, *, used_template: bool) -> str | None:
-    """`likely_cause` for a finished reply, or for the sum of several; None if nothing is low."""
+    """`likely_cause` for a finished reply, or for the sum of several; None if nothing is low.
+
+    A run whose drafters made no draft says so: it was a plain run.
+    """
+    drafter = engine.drafter
+    if drafter.drafters and statistics.rounds and not statistics.drafted:
+        why = " (the draft length is 0)" if drafter.n_max == 0 else ""
+        return f"{drafter.name}: no drafts were made{why}"
     for name, one in statistics.drafters.items():
         if not name.startswith("draft-"):
             continue

@@ -289,6 +289,18 @@ def test_the_cause_of_a_real_run(folder: Path) -> None:
     assert "target mismatch" in cause
 
 
+def test_a_run_without_drafts_says_so(folder: Path) -> None:
+    layer = {"spec.draft.path": folder / "liar.gguf", "generate.n_predict": 8}
+    engine = Engine.load(options(folder).merge({**layer, "spec.draft.n_max": 0}))
+    done = engine.generate(PROMPTS[0])
+    cause = explain(engine, done.statistics, used_template=False)
+    assert cause == "draft-simple: no drafts were made (the draft length is 0)"
+    engine = Engine.load(options(folder).merge({**layer, "spec.draft.p_min": 1.1}))
+    done = engine.generate(PROMPTS[0])
+    cause = explain(engine, done.statistics, used_template=False)
+    assert cause == "draft-simple: no drafts were made"
+
+
 def test_ngrams_are_not_blamed(folder: Path) -> None:
     engine = Engine.load(options(folder))
     statistics = sum_of(*[round_of(3, 0, "ngram-simple")] * 40)
