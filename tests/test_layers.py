@@ -99,3 +99,17 @@ def loaded(code: str) -> set[str]:
 )
 def test_light_commands_stay_light(code: str, unwanted: set[str]) -> None:
     assert not loaded(code) & unwanted
+
+
+@pytest.mark.parametrize("draft", ["dft2.gguf", "dspark_anchor.gguf", "eagle3_wide.gguf"])
+def test_loading_does_not_wake_the_compiler(draft: str) -> None:
+    """Importing torch's compiler takes two seconds, and nothing here needs it."""
+    vectors = ROOT / "tests" / "data" / "vectors"
+    code = (
+        "import sys; from specdec.engine import Engine; from specdec.options import Options;"
+        f"Engine.load(Options().merge({{'model.path': {str(vectors / 'tgt_qwen3.gguf')!r}, "
+        f"'model.kernels': 'torch', 'spec.draft.path': {str(vectors / draft)!r}}}));"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split()[-1:] == ["False"], result.stderr

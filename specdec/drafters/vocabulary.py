@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.models.layers import WeightOnly
+from specdec.models.layers import WeightOnly, new_embedding
 
 if TYPE_CHECKING:
     from specdec.gguf_file import GGUFFile
@@ -39,7 +39,7 @@ class DraftVocabulary(nn.Module):
         self._target_embed, self._target_head = target.embed, target.lm_head
         self._target_device = target.device
         if "token_embd.weight" in file.tensors:
-            self.token_embd = nn.Embedding(self.n_vocab, n_embd)
+            self.token_embd = new_embedding(self.n_vocab, n_embd)
         if "d2t" in file.tensors:
             self.n_rows = file.tensors["d2t"].shape[0]
             self.register_buffer("d2t", torch.empty(self.n_rows, dtype=torch.int64))

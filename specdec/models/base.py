@@ -24,6 +24,7 @@ from specdec.models.layers import (
     RopeSpec,
     RotaryEmbedding,
     SoftCap,
+    new_embedding,
 )
 from specdec.models.rows import ROW_BLOCK, Rows
 from specdec.options import RopeOptions
@@ -65,7 +66,7 @@ class Target(nn.Module):
     def __init__(self, config: ModelConfig, specs: Sequence[LayerSpec], *, tied: bool) -> None:
         super().__init__()
         self.config = config
-        self.token_embd = nn.Embedding(config.n_vocab, config.n_embd)
+        self.token_embd = new_embedding(config.n_vocab, config.n_embd)
         self.blk = nn.ModuleList(spec.new_layer() for spec in specs)
         self.output_norm = nn.RMSNorm(config.n_embd, eps=config.rms_eps)
         if not tied:

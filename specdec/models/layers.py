@@ -181,6 +181,18 @@ def causal_mask(start: int, n_rows: int, window: int, device: torch.device) -> T
     return visible & (queries - keys < window) if window else visible
 
 
+def new_embedding(n: int, width: int) -> nn.Embedding:
+    """An embedding table that waits for its weights.
+
+    `nn.Embedding` itself draws random ones first, which on the meta device makes torch import its
+    compiler: two seconds of every start.
+    """
+    table: nn.Embedding = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+        torch.empty(n, width), freeze=False
+    )
+    return table
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """SiLU, or GELU in its tanh form."""
     return by_element(F.silu if activation == "silu" else _gelu_tanh, x)

@@ -20,6 +20,7 @@ from specdec.drafters.dflash.config import DraftConfig
 from specdec.drafters.dflash.head import DraftBlock, DraftHead, walk
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
+from specdec.models.layers import new_embedding
 
 
 class DFlash2Head(DraftHead):
@@ -33,8 +34,8 @@ class DFlash2Head(DraftHead):
         self.n_candidates = file.get_int(file.key("selector_top_k"))
         self.logit_scale = file.get_float(file.key("logit_scale"), default=1.0) or 1.0
         self.logit_softcap = file.get_float(file.key("final_logit_softcapping"), default=0.0)
-        self.selector_predecessor = nn.Embedding(config.n_vocab, rank)
-        self.selector_successor = nn.Embedding(config.n_vocab, rank)
+        self.selector_predecessor = new_embedding(config.n_vocab, rank)
+        self.selector_successor = new_embedding(config.n_vocab, rank)
         self.selector_hidden = nn.Linear(config.n_embd, rank, bias=False)
 
     def propose(self, block: DraftBlock, n_draft: int, sampler: DraftSampler) -> list[Pick]:

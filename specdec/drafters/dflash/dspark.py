@@ -29,6 +29,7 @@ from specdec.drafters.dflash.head import DraftBlock, DraftHead
 from specdec.drafters.dflash.names import joint_projection
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
+from specdec.models.layers import new_embedding
 
 
 class DSparkHead(DraftHead):
@@ -43,7 +44,7 @@ class DSparkHead(DraftHead):
         """The first slot that drafts."""
         self.n_max = config.block_size - self.first_slot
         self.rank = file.info("markov_w1.weight").shape[1]
-        self.markov_w1 = nn.Embedding(config.n_vocab, self.rank)
+        self.markov_w1 = new_embedding(config.n_vocab, self.rank)
         self.markov_w2 = nn.Linear(self.rank, vocabulary.n_rows, bias=False)
         self.has_confidence = "conf_proj.weight" in file.tensors
         if self.has_confidence:

@@ -26,7 +26,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import gemma4
 from specdec.models.base import Target
-from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, attention
+from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, attention, new_embedding
 from specdec.models.loading import load_weights
 from specdec.models.rows import Rows
 from specdec.options import RopeOptions
@@ -63,7 +63,7 @@ class Assistant(nn.Module):
         n_embd = specs[0].n_embd
         self.layers = [AssistantLayer(spec) for spec in specs]
         self.blk = nn.ModuleList(self.layers)
-        self.token_embd = nn.Embedding(n_vocab, n_embd)
+        self.token_embd = new_embedding(n_vocab, n_embd)
         self.output_norm = nn.RMSNorm(n_embd, eps=specs[0].rms_eps)
         self.nextn = nn.ModuleDict(
             {

@@ -22,7 +22,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import MTP_ARCHITECTURES
 from specdec.models.base import Target, count_mtp_layers
-from specdec.models.layers import LayerSpec, RotaryEmbedding
+from specdec.models.layers import LayerSpec, RotaryEmbedding, new_embedding
 from specdec.models.loading import block_of, load_modules
 from specdec.models.rows import Rows
 from specdec.options import RopeOptions
@@ -38,7 +38,7 @@ class NextN(nn.Module):
         self.enorm = nn.RMSNorm(n_embd, eps=eps)
         self.hnorm = nn.RMSNorm(n_embd, eps=eps)
         if f"blk.{block}.nextn.embed_tokens.weight" in file.tensors:
-            self.embed_tokens = nn.Embedding(n_vocab, n_embd)
+            self.embed_tokens = new_embedding(n_vocab, n_embd)
         if f"blk.{block}.nextn.shared_head_head.weight" in file.tensors:
             self.shared_head_head = nn.Linear(n_embd, n_vocab, bias=False)
         if f"blk.{block}.nextn.shared_head_norm.weight" in file.tensors:
@@ -50,7 +50,7 @@ class Ends(nn.Module):
 
     def __init__(self, file: GGUFFile, n_vocab: int, spec: LayerSpec) -> None:
         super().__init__()
-        self.token_embd = nn.Embedding(n_vocab, spec.n_embd)
+        self.token_embd = new_embedding(n_vocab, spec.n_embd)
         self.output_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
         if "output.weight" in file.tensors:
             self.output = nn.Linear(spec.n_embd, n_vocab, bias=False)
