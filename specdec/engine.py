@@ -124,7 +124,7 @@ class Engine:
                 device=pick_device(options.model),
                 check_tensors=options.model.check_tensors,
             )
-            n_ctx = options.model.n_ctx or target.config.n_ctx_train or DEFAULT_CONTEXT
+            n_ctx = _context_length(options, target)
             drafter = build_drafters(
                 types, _draft_context(options, target, file, draft_file, n_ctx)
             )
@@ -316,6 +316,18 @@ class Session:
         chain.begin(tokens)
         rates = synthetic_rates(options.spec, self.drafter.n_max)
         return Verifier(chain, tokenizer.end_tokens, rates=rates)
+
+
+def _context_length(options: Options, target: Target) -> int:
+    n_train = target.config.n_ctx_train
+    asked, scaling = options.model.n_ctx, options.model.rope
+    if 0 < n_train < asked and scaling.scaling is None and scaling.freq_scale is None:
+        log.warning(
+            "--ctx-size %d: the model was trained for %d tokens; text past them may be poor",
+            asked,
+            n_train,
+        )
+    return asked or n_train or DEFAULT_CONTEXT
 
 
 def _draft_context(

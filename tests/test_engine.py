@@ -216,3 +216,13 @@ def test_stateful_samplers_fall_back_to_matching(folder: Path, name: str) -> Non
     expected = load(folder, **values).generate(PROMPT).token_ids
     sampled = perfect(folder, 4, spec__draft__sampling="probabilistic", **values)
     assert sampled.generate(PROMPT).token_ids == expected
+
+
+def test_choices_that_cannot_act_are_reported(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(folder, model__n_ctx=200)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    load(folder, model__n_ctx=4096, spec__ngram_cache__static_path=folder / "lookup.bin")
+    assert "trained for 512 tokens" in caplog.text
+    assert "only ngram-cache reads them" in caplog.text

@@ -80,6 +80,12 @@ def choose_types(
     if spec.types is None and draft_file is not None:
         types = (_detect(draft_file),)
     _check_draft_is_used(spec, types, draft_file)
+    lookup = spec.ngram_cache
+    if (lookup.static_path or lookup.dynamic_path) and "ngram-cache" not in types:
+        log.warning(
+            "--lookup-cache-static, --lookup-cache-dynamic: only ngram-cache reads them; add it to "
+            "--spec-type"
+        )
     for name in types:
         if name.startswith("draft-"):
             _check_draft(name, target_file, draft_file, spec)
