@@ -93,17 +93,12 @@ def comma_list(text: str) -> tuple[str, ...]:
     return fields
 
 
-def json_text(text: str) -> Any:
-    """Any JSON value."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"'{text}' is not JSON: {error.msg}") from None
-
-
 def json_object(text: str) -> Mapping[str, Any]:
     """A JSON object."""
-    value = json_text(text)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"'{text}' is not JSON: {error.msg}") from None
     if not isinstance(value, dict):
         raise ValueError(f"'{text}' is not a JSON object")
     return value
@@ -116,8 +111,3 @@ def text_file(name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"cannot read {name}: {reason}") from None
-
-
-def json_file(name: str) -> Any:
-    """The JSON value in a file."""
-    return json_text(text_file(name))
