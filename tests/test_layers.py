@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_imports_only_from_layers_below(path: Path) -> None:
         top = name.split(".")
         if top[0] == "specdec" and len(top) > 1 and top[1] in LAYERS:
             assert LAYERS[top[1]] <= own, f"{path.name} (layer {own}) imports {name}"
+
+
+def test_every_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in MODULES
+        if path.name == "__init__.py"
+    }
+    listed = set(project["tool"]["setuptools"]["packages"])
+    assert {name for name in listed if name.startswith("specdec.")} | {"specdec"} == found
 
 
 def loaded(code: str) -> set[str]:

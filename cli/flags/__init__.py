@@ -1,4 +1,4 @@
-"""Flags as rows: a row binds names to a field of `Options`; type and default stay in `options.py`.
+"""Flags as rows: a row binds names to a field of `Options`; type and default stay in `options/`.
 
 `signature.with_flags` turns rows into a signature for Typer, `given.collect` turns what was found
 into layers for `Options.merge`.
