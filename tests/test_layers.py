@@ -46,6 +46,7 @@ LAYERS = {
     "check": 6,
     "hints": 6,
     "bench": 6,
+    "train": 7,
 }
 """Top-level module or package of specdec -> layer; a module imports from its own layer or below."""
 MODULES = sorted((ROOT / "specdec").rglob("*.py"))

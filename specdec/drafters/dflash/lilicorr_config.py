@@ -44,15 +44,15 @@ def read_lilicorr_sizes(file: GGUFFile) -> LiliCorrSizes:
     )
 
 
-def lilicorr_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
-    """The scorer's tensors by name, rows first.
+def lilicorr_shapes(
+    sizes: LiliCorrSizes, n_embd: int, block_size: int, first: int
+) -> dict[str, tuple[int, ...]]:
+    """The scorer's tensors by name, rows first, for a draft of width ``n_embd``.
 
-    Files number its blocks behind the trunk's, but for one tensor from 0.
+    Files number its blocks from ``first``, behind the trunk's, but for one tensor from 0.
     """
-    sizes, width = read_lilicorr_sizes(file), file.get_int(file.key("embedding_length"))
-    inner, n_slots = sizes.width, file.get_int(file.key("block_size")) - 1
+    inner, n_slots = sizes.width, block_size - 1
     n_nodes = n_slots * sizes.n_candidates
-    first = file.get_int(file.key("block_count"))
     last = f"blk.{first + sizes.n_layer}"
     shapes: dict[str, tuple[int, ...]] = {
         "lilicorr.slot_embedding.weight": (n_slots, inner),
@@ -64,8 +64,8 @@ def lilicorr_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
         f"{last}.ffn_norm.bias": (N_FEATURES,),
     }
     linear = {
-        "lilicorr.pass_hidden_proj": (inner, width),
-        "lilicorr.context_proj": (inner, width),
+        "lilicorr.pass_hidden_proj": (inner, n_embd),
+        "lilicorr.context_proj": (inner, n_embd),
         "lilicorr.factor_input_proj": (inner, 3 * inner),
         "lilicorr.out_head": (sizes.n_factor, inner),
         "lilicorr.in_head": (sizes.n_factor, inner),
@@ -73,8 +73,8 @@ def lilicorr_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
         f"{last}.ffn_up": (inner, N_FEATURES),
         f"{last}.ffn_down": (inner, inner),
     }
-    if inner != width:
-        linear["lilicorr.token_proj"] = (inner, width)
+    if inner != n_embd:
+        linear["lilicorr.token_proj"] = (inner, n_embd)
     for layer in range(sizes.n_layer):
         block = f"blk.{first + layer}"
         shapes |= {f"{block}.attn_norm.weight": (inner,), f"{block}.ffn_norm.weight": (inner,)}

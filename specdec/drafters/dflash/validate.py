@@ -20,7 +20,7 @@ from specdec.drafters.compatibility import (
 from specdec.drafters.dflash import backbone_of, head_of
 from specdec.drafters.dflash.config import read_block_size, read_mask_token
 from specdec.drafters.dflash.dsv4_config import check_dsv4
-from specdec.drafters.dflash.lilicorr_config import lilicorr_shapes
+from specdec.drafters.dflash.lilicorr_config import lilicorr_shapes, read_lilicorr_sizes
 from specdec.drafters.dflash.mistral_large4_config import check_mistral_large4
 from specdec.drafters.dflash.names import joint_projection
 from specdec.errors import MismatchError, ModelFileError, UnsupportedError, UsageError
@@ -189,7 +189,9 @@ def _check_lilicorr(draft: GGUFFile, n_vocab: int) -> None:
             f"{draft.path}: invalid LiLiCorr head dimensions: {_listed(inner | sizes)}; expected "
             f"sizes above 0 and at most {n_layer} layers"
         )
-    for name, shape in lilicorr_shapes(draft).items():
+    block_size, first = read_block_size(draft), draft.get_int(draft.key("block_count"))
+    shapes = lilicorr_shapes(read_lilicorr_sizes(draft), n_embd, block_size, first)
+    for name, shape in shapes.items():
         check_shape(draft, name, shape, "the lilicorr.* keys and dflash.block_size")
 
 
