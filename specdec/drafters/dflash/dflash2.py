@@ -60,7 +60,12 @@ class DFlash2Head(DraftHead):
         ids, order = self.vocabulary.to_target(rows).sort()
         unary = unary.gather(-1, order)
         anchor = torch.full_like(ids[:1], last_token)
-        before = self.selector_predecessor(torch.cat((anchor, ids[:-1])))  # [K, C, R]
-        gate = self.selector_hidden(hidden)[:, None]
-        pairs = (before * gate) @ self.selector_successor(ids).transpose(1, 2)
-        return ids, pairs + unary[:, None]
+        return ids, self.pairs(torch.cat((anchor, ids[:-1])), hidden, ids) + unary[:, None]
+
+    def pairs(self, before: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+        """What the selector adds for tokens ``ids`` [..., C] after ``before`` [..., C'].
+
+        Scores [..., C', C] of slots with states ``hidden`` [..., D].
+        """
+        gated = self.selector_predecessor(before) * self.selector_hidden(hidden)[..., None, :]
+        return gated @ self.selector_successor(ids).transpose(-1, -2)  # type: ignore[no-any-return]

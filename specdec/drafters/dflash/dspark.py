@@ -98,13 +98,31 @@ class DSparkHead(DraftHead):
             before = torch.tensor(picks[-1].token, device=before.device)
         return picks
 
+    def follow(self, hidden: Tensor, state: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The chain along tokens that are known: what training compares with.
+
+        ``hidden`` and ``state`` [A, K, D] are the drafting slots of A blocks, ``before`` [A, K] the
+        token before each. Logits [A, K, VD] and the logits of the confidences [A, K].
+        """
+        memory, mixes = hidden.new_zeros(hidden.shape[0], self.rank), []
+        for slot in range(hidden.shape[1]):
+            mixed, memory = self.mix(before[:, slot], hidden[:, slot], memory)
+            mixes.append(mixed)
+        mixed = torch.stack(mixes, dim=1)
+        logits = self.vocabulary.logits(hidden) + self.markov_w2(mixed)
+        if not self.has_confidence:
+            return logits, torch.full_like(logits[..., 0], torch.inf)
+        return logits, self.conf_proj(torch.cat((state, mixed), dim=-1))[..., 0]
+
     def mix(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """m [R] after the token ``before`` [], and the gated state [R] that replaces ``memory``."""
+        """m [..., R] after the tokens ``before`` [...], and the gated state [..., R] that replaces
+        ``memory``."""
         embedded = self.markov_w1(before)
         if not self._joint_name:
             return embedded, memory
         joint = self.get_submodule(self._joint_name)
-        gate, new, out = joint(torch.cat((memory, embedded, hidden))).chunk(3)
+        parts = joint(torch.cat((memory, embedded, hidden), dim=-1))
+        gate, new, out = parts.chunk(3, dim=-1)
         gate = gate.sigmoid()
         return out.tanh(), gate * memory + (1 - gate) * new.tanh()
 

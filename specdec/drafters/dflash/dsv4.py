@@ -91,6 +91,7 @@ class HyperTrunk(nn.Module, abc.ABC):
             torch.full((n_slots,), start),
             torch.arange(start, start + n_slots),
             start - begin,
+            n_slots,
             window=window,
             is_causal=self.config.is_causal,
         )

@@ -68,49 +68,56 @@ class LiliCorrHead(DraftHead):
 
     def propose(self, block: DraftBlock, n_draft: int, sampler: DraftSampler) -> list[Pick]:
         """See `DraftHead.propose`."""
-        ids, scores = self.lattice(block)
+        assert block.anchor is not None
+        rows, scores = self.lattice(block.hidden[1:], block.anchor)
+        ids = self.vocabulary.to_target(rows)
         ids, scores = to_host(ids[:n_draft], scores[:n_draft])
         return walk(ids, scores, sampler)
 
-    def lattice(self, block: DraftBlock) -> tuple[Tensor, Tensor]:
-        """Candidates [S - 1, C] by descending logit and scores [S - 1, C, C].
+    def lattice(
+        self, hidden: Tensor, anchor: Tensor, log_p: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Candidates [..., S - 1, C] by descending logit and scores [..., S - 1, C, C].
 
-        Scores are by predecessor and successor; the first step has its only predecessor, the last
-        token, in row 0 and zeros elsewhere.
+        ``hidden`` [..., S - 1, D] are all slots but the first, ``anchor`` [..., D] the feature
+        before the block, ``log_p`` [..., S - 1, VD] the log-probabilities if they are at hand.
+        Candidates are rows of the draft's vocabulary. Scores are by predecessor and successor; the
+        first step has its only predecessor, the last token, in row 0 and zeros elsewhere.
         """
-        assert block.anchor is not None
-        hidden = block.hidden[1:]
-        log_p, rows = self.vocabulary.logits(hidden).log_softmax(-1).topk(self.sizes.n_candidates)
-        ids = self.vocabulary.to_target(rows)
-        nodes = self._run(self._nodes(hidden, ids, log_p))  # [S - 1, C, D']
+        if log_p is None:
+            log_p = self.vocabulary.logits(hidden).log_softmax(-1)
+        log_p, rows = log_p.topk(self.sizes.n_candidates)
+        nodes = self._run(self._nodes(hidden, self.vocabulary.to_target(rows), log_p))
         part = self.lilicorr
-        anchor = part["anchor_norm"](part["context_proj"](block.anchor))
-        joined = torch.cat((nodes, anchor.expand_as(nodes), nodes * anchor), dim=-1)
+        context = part["anchor_norm"](part["context_proj"](anchor))  # [..., D']
+        spread = context[..., None, None, :].expand_as(nodes)
+        joined = torch.cat((nodes, spread, nodes * spread), dim=-1)
         factors = F.silu(part["factor_input_proj"](joined))
         out, into = self._unit(part["out_head"](factors)), self._unit(part["in_head"](factors))
-        first = into[0] @ self._unit(part["anchor_out_head"](anchor))
-        first = F.pad(first[None, None], (0, 0, 0, self.sizes.n_candidates - 1))
-        scores = torch.cat((first, out[:-1] @ into[1:].transpose(1, 2)))
-        return ids, scores * self.sizes.logit_scale
+        start = self._unit(part["anchor_out_head"](context))[..., None, :]
+        first = start @ into[..., 0, :, :].transpose(-1, -2)  # [..., 1, C]
+        first = F.pad(first, (0, 0, 0, self.sizes.n_candidates - 1))[..., None, :, :]
+        later = out[..., :-1, :, :] @ into[..., 1:, :, :].transpose(-1, -2)
+        return rows, torch.cat((first, later), dim=-3) * self.sizes.logit_scale
 
     def _nodes(self, hidden: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
-        """Initial states [S - 1, C, D'] of the candidates ``ids`` with log-probabilities."""
+        """Initial states [..., S - 1, C, D'] of the candidates ``ids`` with log-probabilities."""
         part, n_candidates = self.lilicorr, self.sizes.n_candidates
         tokens = self.vocabulary.embed(ids.flatten()).view(*ids.shape, -1)
         if "token_proj" in part:
             tokens = part["token_proj"](tokens)
         rank = torch.arange(n_candidates, device=ids.device) / max(1, n_candidates - 1)
-        features = (log_p, log_p.exp(), log_p - log_p[:, :1], rank.expand_as(log_p))
+        features = (log_p, log_p.exp(), log_p - log_p[..., :1], rank.expand_as(log_p))
         stacked = torch.stack((*features, (rank == 0).float().expand_as(log_p)), dim=-1)
         (describe,) = self._describe
         slots = self.get_parameter("lilicorr.slot_embedding.weight")
         ranks = self.get_parameter("lilicorr.rank_embedding.weight")
-        nodes = tokens + part["pass_hidden_proj"](hidden)[:, None] + describe(stacked)
+        nodes = tokens + part["pass_hidden_proj"](hidden)[..., None, :] + describe(stacked)
         return nodes + slots[:, None] + ranks  # type: ignore[no-any-return]
 
     def _run(self, nodes: Tensor) -> Tensor:
-        """The transformer over all nodes [S - 1, C, D'], normed."""
-        x = nodes.flatten(0, 1)
+        """The transformer over all nodes [..., S - 1, C, D'] of a block, normed."""
+        x = nodes.flatten(-3, -2)
         bias = self.get_parameter("lilicorr.attention_bias.bias")
         for block, in_projection in self._layers:
             x = block(x, in_projection, bias)
@@ -133,11 +140,11 @@ class _Block(nn.Module):
         self.ffn_down = nn.Linear(sizes.n_ff, sizes.width)
 
     def forward(self, x: Tensor, in_proj: nn.Module, bias: Tensor) -> Tensor:
-        """[N, D'] -> [N, D'] for N nodes; ``bias`` [heads, N, N] is by query and key."""
-        joint = in_proj(self.attn_norm(x))
-        q, k, v = joint.view(x.shape[0], 3, self.n_head, -1).permute(1, 2, 0, 3)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        x = x + self.attn_output(mixed.transpose(0, 1).flatten(1))
+        """[..., N, D'] -> the same for N nodes; ``bias`` [heads, N, N] is by query and key."""
+        joint = in_proj(self.attn_norm(x)).unflatten(-1, (3, self.n_head, -1))
+        q, k, v = (part.transpose(-3, -2) for part in joint.unbind(-3))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        x = x + self.attn_output(mixed.transpose(-3, -2).flatten(-2))
         return x + self.ffn_down(F.silu(self.ffn_up(self.ffn_norm(x))))  # type: ignore[no-any-return]
 
 

@@ -76,6 +76,7 @@ class MistralLarge4Trunk(nn.Module):
             torch.full((n_slots,), start),
             torch.arange(start, start + n_slots),
             start - begin,
+            n_slots,
             window=self.spec.window,
             is_causal=self.config.is_causal,
         )

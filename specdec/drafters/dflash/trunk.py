@@ -136,6 +136,7 @@ class Trunk(nn.Module):
                 first,
                 positions,
                 seen[0].shape[1],
+                n_slots,
                 window=layer.spec.window,
                 is_causal=self.config.is_causal,
             )
@@ -172,7 +173,7 @@ class BlockLayer(DecoderLayer):
         hidden: Tensor,  # [T, D]
         rotary: tuple[Tensor, Tensor],
         context: KeysValues,
-        visible: Tensor | None,  # [T, N + T]
+        visible: Tensor | None,  # [T, N + S]
         n_slots: int,
     ) -> Tensor:
         """The layer's output [T, D] for blocks of ``n_slots`` tokens."""
@@ -223,43 +224,58 @@ def block_attention(
     q: Tensor,  # [T, H, Dh], scaled
     context: KeysValues,
     block: tuple[Tensor, Tensor],  # [T, Hkv, Dh] each
-    visible: Tensor | None,  # [T, N + T] bool; None = all
+    visible: Tensor | None,  # [T, N + S] bool; None = all, for a single block
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
-    """Grouped-query attention [T, H, Dv] over context and block, which are not joined in memory."""
+    """Grouped-query attention [T, H, Dv] of blocks of S slots over the context and themselves.
+
+    Context and blocks are not joined in memory, and a block's queries meet no other block's keys.
+    """
     n_rows, n_head_kv, n_context = q.shape[0], block[0].shape[1], context[0].shape[1]
-    grouped = q.reshape(n_rows, n_head_kv, -1, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
-    parts = (grouped @ context[0].transpose(1, 2), grouped @ block[0].permute(1, 2, 0))
-    scores = torch.cat(parts, dim=-1).float()  # [Hkv, G * T, N + T]
-    scores = scores.view(n_head_kv, -1, n_rows, scores.shape[-1])
+    n_slots = n_rows if visible is None else visible.shape[-1] - n_context
+    blocks = q.view(-1, n_slots, n_head_kv, q.shape[1] // n_head_kv, q.shape[-1])
+    blocks = blocks.permute(2, 0, 3, 1, 4)  # [Hkv, B, G, S, Dh]
+    n_blocks = blocks.shape[1]
+    own_k, own_v = (x.view(n_blocks, n_slots, n_head_kv, -1).permute(2, 0, 1, 3) for x in block)
+    shared = blocks.flatten(1, 3) @ context[0].transpose(1, 2)  # [Hkv, B * G * S, N]
+    own = blocks.flatten(2, 3) @ own_k.transpose(2, 3)  # [Hkv, B, G * S, S]
+    scores = torch.cat((shared.view(*blocks.shape[:4], -1), own.view(*blocks.shape[:4], -1)), -1)
+    scores = scores.float()
     if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
+        table = visible.expand(n_rows, -1).view(n_blocks, 1, n_slots, -1)
+        scores = scores.masked_fill(~table, -math.inf)
     if sinks is not None:
-        column = sinks.float().view(n_head_kv, -1, 1, 1).expand(-1, -1, n_rows, 1)
+        column = sinks.float().view(n_head_kv, 1, -1, 1, 1).expand(*scores.shape[:4], 1)
         scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(dim=-1).to(block[1].dtype).flatten(1, 2)
-    mixed = weights[..., :n_context] @ context[1]
-    mixed = mixed + weights[..., n_context : n_context + n_rows] @ block[1].transpose(0, 1)
-    return mixed.view(n_head_kv, -1, n_rows, mixed.shape[-1]).permute(2, 0, 1, 3).flatten(1, 2)
+    weights = scores.softmax(dim=-1).to(block[1].dtype)
+    mixed = weights[..., :n_context].flatten(1, 3) @ context[1]
+    mine = weights[..., n_context : n_context + n_slots].flatten(2, 3) @ own_v
+    mixed = mixed.view(*blocks.shape[:4], -1) + mine.view(*blocks.shape[:4], -1)
+    return mixed.permute(1, 3, 0, 2, 4).reshape(n_rows, q.shape[1], -1)
 
 
 def visible_keys(
-    first: Tensor, positions: Tensor, n_context: int, *, window: int, is_causal: bool
+    first: Tensor,
+    positions: Tensor,
+    n_context: int,
+    n_slots: int,
+    *,
+    window: int,
+    is_causal: bool,
 ) -> Tensor | None:
-    """Keys that each of T block queries sees, [T, n_context + T] bool; None = all of them.
+    """Keys that each of T queries sees, of the context and of its block, [T, n_context + n_slots].
 
     ``first`` and ``positions`` [T] are where a query's block begins and where it stands; the
     ``n_context`` keys end right before the last block. A window limits what lies before a query,
-    not what follows it.
+    not what follows it. None = a single block sees everything.
     """
-    is_single = int(first[0]) == int(first[-1])
-    if is_single and not is_causal and not window:
+    if len(first) == n_slots and not is_causal and not window:
         return None
     ends = int(first.max())
     context = torch.arange(ends - n_context, ends).expand(len(positions), -1)
-    key_positions = torch.cat((context, positions.expand(len(positions), -1)), dim=1)
-    visible = torch.cat((context < first[:, None], first == first[:, None]), dim=1)
-    distance = positions[:, None] - key_positions
+    own = positions.view(-1, 1, n_slots).expand(-1, n_slots, -1).flatten(0, 1)
+    distance = positions[:, None] - torch.cat((context, own), dim=1)
+    visible = torch.cat((context < first[:, None], torch.ones_like(own, dtype=torch.bool)), dim=1)
     if window:
         visible = visible & (distance < window)
     return visible & (distance >= 0) if is_causal else visible

@@ -75,7 +75,7 @@ def scores(drafter: DFlashDrafter, last_token: int, n_draft: int) -> Tensor:
     if isinstance(head, DSparkHead):
         return head.chain(block, n_draft)[0]
     if isinstance(head, LiliCorrHead):
-        return head.lattice(block)[1]
+        return head.lattice(block.hidden[1:], block.anchor)[1]
     return drafter.model.vocabulary.logits(block.hidden)
 
 

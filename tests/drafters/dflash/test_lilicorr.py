@@ -46,7 +46,8 @@ def test_recorded_lattices_and_drafts(name: str) -> None:
         expected = recorded.tensor("draft_logits")
         logits = trace.model.vocabulary.logits(block.hidden)
         close(trace.scattered(logits, expected.shape[1]), expected)
-        ids, scores = head.lattice(block)
+        rows, scores = head.lattice(block.hidden[1:], block.anchor)
+        ids = head.vocabulary.to_target(rows)
         unary = torch.stack([row[at] for row, at in zip(logits[1:], ids, strict=True)])
         assert torch.equal(unary, unary.sort(descending=True).values)
         wanted = recorded.tensor("lattice_ids")[1:], recorded.tensor("lattice_scores")[1:]
