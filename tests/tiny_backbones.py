@@ -1,4 +1,7 @@
-"""Metadata and tensor shapes of tiny DFlash trunks, one function a backbone."""
+"""Metadata and tensor shapes of tiny DFlash trunks, one function a backbone.
+
+``sizes`` replaces the numbers that `SIZES` lists for a backbone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,31 @@ class Parts:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def _trunk(n_embd: int, n_layer: int, n_taps: int) -> Parts:
+SIZES: dict[str, dict[str, int]] = {
+    "deepseek4": {
+        "n_head": 4,
+        "head_dim": 12,
+        "n_rot": 8,
+        "q_rank": 10,
+        "n_groups": 2,
+        "rank": 8,
+        "n_expert": 4,
+        "n_shared": 1,
+        "n_ff": 16,
+    },
+    "mistral-large4": {
+        "n_head": 4,
+        "rank": 16,
+        "n_rot": 6,
+        "n_rest": 8,
+        "head_dim_v": 10,
+        "n_ff": 48,
+    },
+}
+"""What can be changed about a backbone's layers; DeepSeek-V4.1 has those of V4."""
+
+
+def _trunk(n_embd: int, n_layer: int, n_taps: int, **_: int) -> Parts:
     head_dim, n_ff = n_embd // 4, 2 * n_embd
     parts = Parts()
     for name, value in (
@@ -56,9 +83,11 @@ def _trunk(n_embd: int, n_layer: int, n_taps: int) -> Parts:
     return parts
 
 
-def _deepseek4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
-    n_head, head_dim, q_rank, n_groups, rank, n_expert, n_ff = 4, 12, 10, 2, 8, 4, 16
-    n_streams = 4
+def _deepseek4(n_embd: int, n_layer: int, n_taps: int, **sizes: int) -> Parts:
+    sizes = SIZES["deepseek4"] | sizes
+    n_head, head_dim, q_rank = sizes["n_head"], sizes["head_dim"], sizes["q_rank"]
+    n_groups, rank, n_expert = sizes["n_groups"], sizes["rank"], sizes["n_expert"]
+    n_ff, n_shared, n_streams = sizes["n_ff"], sizes["n_shared"], 4
     parts = Parts()
     for name, value in (
         ("context_length", 512),
@@ -74,13 +103,13 @@ def _deepseek4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
         ("attention.output_group_count", n_groups),
         ("attention.output_lora_rank", rank),
         ("rope.freq_base", 10000.0),
-        ("rope.dimension_count", 8),
+        ("rope.dimension_count", sizes["n_rot"]),
         ("hyper_connection.count", n_streams),
         ("hyper_connection.sinkhorn_iterations", 3),
         ("hyper_connection.epsilon", 1e-6),
         ("expert_count", n_expert),
         ("expert_used_count", 2),
-        ("expert_shared_count", 1),
+        ("expert_shared_count", n_shared),
         ("expert_feed_forward_length", n_ff),
         ("expert_weights_scale", 1.5),
         ("expert_weights_norm", True),
@@ -113,9 +142,9 @@ def _deepseek4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
             "ffn_gate_exps": (n_expert, n_ff, n_embd),
             "ffn_up_exps": (n_expert, n_ff, n_embd),
             "ffn_down_exps": (n_expert, n_embd, n_ff),
-            "ffn_gate_shexp": (n_ff, n_embd),
-            "ffn_up_shexp": (n_ff, n_embd),
-            "ffn_down_shexp": (n_embd, n_ff),
+            "ffn_gate_shexp": (n_ff * n_shared, n_embd),
+            "ffn_up_shexp": (n_ff * n_shared, n_embd),
+            "ffn_down_shexp": (n_embd, n_ff * n_shared),
         }
         for branch in ("attn", "ffn"):
             shapes[f"hc_{branch}_fn"] = (n_mix, n_streams * n_embd)
@@ -126,16 +155,18 @@ def _deepseek4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
     return parts
 
 
-def _deepseek41(n_embd: int, n_layer: int, n_taps: int) -> Parts:
-    parts = _deepseek4(n_embd, n_layer, n_taps)
+def _deepseek41(n_embd: int, n_layer: int, n_taps: int, **sizes: int) -> Parts:
+    parts = _deepseek4(n_embd, n_layer, n_taps, **sizes)
     parts.metadata["dflash.hyper_connection.single_pass"] = True
     for name in ("fn", "base", "scale"):
         del parts.shapes[f"output_hc_{name}.weight"]
     return parts
 
 
-def _mistral_large4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
-    n_head, rank, n_rot, n_rest, head_dim_v, n_ff = 4, 16, 6, 8, 10, 48
+def _mistral_large4(n_embd: int, n_layer: int, n_taps: int, **sizes: int) -> Parts:
+    sizes = SIZES["mistral-large4"] | sizes
+    n_head, rank, n_rot = sizes["n_head"], sizes["rank"], sizes["n_rot"]
+    n_rest, head_dim_v, n_ff = sizes["n_rest"], sizes["head_dim_v"], sizes["n_ff"]
     parts = Parts()
     for name, value in (
         ("context_length", 512),
@@ -180,10 +211,10 @@ def _mistral_large4(n_embd: int, n_layer: int, n_taps: int) -> Parts:
     return parts
 
 
-BACKBONES: dict[str, Callable[[int, int, int], Parts]] = {
+BACKBONES: dict[str, Callable[..., Parts]] = {
     "base": _trunk,
     "deepseek4": _deepseek4,
     "deepseek4.1": _deepseek41,
     "mistral-large4": _mistral_large4,
 }
-"""Name -> the trunk's metadata and tensor shapes, given width, layers and taps."""
+"""Name -> the trunk's metadata and tensor shapes, given width, layers, taps and sizes."""

@@ -30,16 +30,18 @@ def write_dflash(
     target_layers: tuple[int, ...] = (0, 2),
     window: int = 0,
     d2t: tuple[int, ...] = (),
+    sizes: Mapping[str, int] | None = None,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
     has_vocabulary: bool = True,
 ) -> Path:
     """A draft with ``head`` on ``backbone``; returns ``path``.
 
-    ``window`` is that of the first layer; ``d2t`` makes a reduced vocabulary with its own output.
+    ``window`` is that of the first layer; ``d2t`` makes a reduced vocabulary with its own output;
+    ``sizes`` are those of the backbone's layers.
     ``metadata`` and ``tensors`` replace or add entries; None leaves one out.
     """
-    parts = BACKBONES[backbone](n_embd, n_layer, len(target_layers))
+    parts = BACKBONES[backbone](n_embd, n_layer, len(target_layers), **(sizes or {}))
     parts.metadata |= {
         "dflash.block_size": block_size,
         "dflash.target_layers": list(target_layers),

@@ -1,152 +1,191 @@
-"""A DeepSeek-V4 draft trunk in float64 numpy, written for reading, one token at a time."""
+"""DeepSeek-V4 backbone, in plain float64 loops, from upstream's text (`graph_dsv4`).
+
+Hyper-connections: a token is `hc` streams. A sub-layer reads a mixture of them ("pre"), and its
+output goes back to every stream ("post") while the streams mix among themselves ("comb", made
+nearly doubly stochastic). One key per position, which is the value as well, is shared by all heads;
+the last dimensions of it are rotated, and the rotation is undone in the output.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
-from numpy.typing import NDArray
+from drafters.dflash.dspark_reference import (
+    DSparkReference,
+    Floats,
+    attend,
+    sigmoid,
+    silu,
+    turn_pairs,
+)
 
-from specdec.gguf_file import GGUFFile
-
-Array = NDArray[np.float64]
-
-
-def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
+SMALLEST_SUM = 6.103515625e-5
+"""Upstream's floor under the sum of the chosen experts' weights: the least normal half float."""
 
 
-class PlainDSV4:
-    """Injection and block pass."""
+class Mixes(NamedTuple):
+    """Coefficients of one sub-layer: [hc], [hc] and [source, destination]."""
 
-    def __init__(self, file: GGUFFile) -> None:
-        self.weights = {name: file.load(name).double().numpy() for name in file.tensors}
-        self.file = file
-        self.n_layer = file.get_int("dflash.block_count")
-        self.n_head = file.get_int("dflash.attention.head_count")
-        self.head_dim = file.get_int("dflash.attention.key_length")
-        self.n_rot = file.get_int("dflash.rope.dimension_count")
-        self.window = file.get_int("dflash.attention.sliding_window")
-        self.is_causal = file.get_bool("dflash.attention.causal", default=False)
-        self.eps = file.get_float("dflash.attention.layer_norm_rms_epsilon")
-        self.hc_eps = file.get_float("dflash.hyper_connection.epsilon")
-        self.context: list[list[Array]] = [[] for _ in range(self.n_layer)]
+    pre: Floats
+    post: Floats
+    comb: Floats
 
-    def observe(self, features: Array) -> None:
-        for row in features:
-            g = self.rms(self.weights["fc.weight"] @ row) * self.weights["enc.output_norm.weight"]
-            for layer in range(self.n_layer):
-                self.context[layer].append(self.key(layer, g, len(self.context[layer])))
 
-    def block(self, embeddings: Array) -> tuple[Array, Array]:
-        """Collapsed states and hidden states, [S, D] each."""
-        start = len(self.context[0])
-        x = [np.stack([row] * 4) for row in embeddings]
-        for layer in range(self.n_layer):
-            mixes = [self.mix(layer, "attn", streams) for streams in x]
-            entering = [
-                self.normed(layer, "attn_norm", mix[0] @ streams)
-                for mix, streams in zip(mixes, x, strict=True)
-            ]
-            keys = self.context[layer] + [
-                self.key(layer, h, start + slot) for slot, h in enumerate(entering)
-            ]
-            for slot, h in enumerate(entering):
-                out = self.attend(layer, h, start + slot, keys)
-                x[slot] = self.leave(mixes[slot], out, x[slot])
-                mix = self.mix(layer, "ffn", x[slot])
-                f = self.experts(layer, self.normed(layer, "ffn_norm", mix[0] @ x[slot]))
-                x[slot] = self.leave(mix, f, x[slot])
-        states = np.stack([self.collapse(streams) for streams in x])
-        norm = self.weights["output_norm.weight"]
-        return states, np.stack([self.rms(row) * norm for row in states])
+class DSV4Reference(DSparkReference):
+    normed_heads = True
 
-    def matrix(self, layer: int, name: str) -> Array:
-        return self.weights[f"blk.{layer}.{name}.weight"]
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.n_hc = int(self.key("hyper_connection.count"))
+        self.n_rounds = int(self.key("hyper_connection.sinkhorn_iterations"))
+        self.hc_eps = float(self.key("hyper_connection.epsilon"))
+        self.head_dim = int(self.key("attention.key_length"))
+        self.n_rot = int(self.key("rope.dimension_count"))
+        self.n_groups = int(self.key("attention.output_group_count"))
+        self.window = int(self.key("attention.sliding_window"))
 
-    def rms(self, x: Array) -> Array:
-        return x / np.sqrt(np.mean(x**2) + self.eps)
+    # Keys
 
-    def normed(self, layer: int, name: str, x: Array) -> Array:
-        return self.rms(x) * self.matrix(layer, name)
+    def angles(self, position: int) -> Floats:
+        """Plain rotation, whatever scaling the file names."""
+        base = float(self.key("rope.freq_base", 10000.0))
+        return position * base ** (-2.0 * np.arange(self.n_rot // 2) / self.n_rot)
 
-    def rope(self, x: Array, position: int) -> Array:
-        """The last `n_rot` numbers as complex pairs, turned."""
-        base = self.file.get_float("dflash.rope.freq_base")
-        rest, turning = x[: len(x) - self.n_rot], x[len(x) - self.n_rot :]
-        pairs = turning[0::2] + 1j * turning[1::2]
-        frequency = base ** (-2 * np.arange(self.n_rot // 2) / self.n_rot)
-        pairs = pairs * np.exp(1j * position * frequency)
-        turned = np.stack((pairs.real, pairs.imag), axis=-1).ravel()
-        return np.concatenate((rest, turned))
-
-    def key(self, layer: int, x: Array, position: int) -> Array:
-        raw = self.matrix(layer, "attn_kv") @ x
-        return self.rope(self.normed(layer, "attn_kv_a_norm", raw), position)
-
-    def mix(self, layer: int, branch: str, streams: Array) -> tuple[Array, Array, Array]:
-        m = self.matrix(layer, f"hc_{branch}_fn") @ self.rms(streams.ravel())
-        base = self.matrix(layer, f"hc_{branch}_base")
-        scale = self.matrix(layer, f"hc_{branch}_scale")
-        pre = sigmoid(m[:4] * scale[0] + base[:4]) + self.hc_eps
-        post = 2 * sigmoid(m[4:8] * scale[1] + base[4:8])
-        c = np.exp(m[8:] * scale[2] + base[8:]).reshape(4, 4)
-        c = c / c.sum(axis=1, keepdims=True) + self.hc_eps
-        c = c / (c.sum(axis=0, keepdims=True) + self.hc_eps)
-        for _ in range(self.file.get_int("dflash.hyper_connection.sinkhorn_iterations") - 1):
-            c = c / (c.sum(axis=1, keepdims=True) + self.hc_eps)
-            c = c / (c.sum(axis=0, keepdims=True) + self.hc_eps)
-        return pre, post, c
-
-    def leave(self, mix: tuple[Array, Array, Array], out: Array, streams: Array) -> Array:
-        _, post, c = mix
-        return np.stack(
-            [post[d] * out + sum(c[s, d] * streams[s] for s in range(4)) for d in range(4)]
+    def rotate(self, x: Floats, position: int, sign: int = 1) -> Floats:
+        still = self.head_dim - self.n_rot
+        return np.concatenate(
+            [x[:still], turn_pairs(x[still:], sign * self.angles(position))],
         )
 
-    def collapse(self, streams: Array) -> Array:
-        m = self.weights["output_hc_fn.weight"] @ self.rms(streams.ravel())
-        m = m * self.weights["output_hc_scale.weight"] + self.weights["output_hc_base.weight"]
-        return (sigmoid(m) + self.hc_eps) @ streams
+    def keep(self, layer: int, g: Floats, position: int) -> Floats:
+        key = self.rms(self.weight("attn_kv", layer) @ g, self.weight("attn_kv_a_norm", layer))
+        return self.rotate(key, position)
 
-    def attend(self, layer: int, x: Array, position: int, keys: list[Array]) -> Array:
-        low = self.normed(layer, "attn_q_a_norm", self.matrix(layer, "attn_q_a") @ x)
-        queries = (self.matrix(layer, "attn_q_b") @ low).reshape(self.n_head, -1)
-        heads = []
-        for head, query in enumerate(queries):
-            q = self.rope(self.rms(query), position)
-            seen = [
-                key
-                for at, key in enumerate(keys)
-                if position - at < self.window and not (self.is_causal and at > position)
-            ]
-            scores = np.array([key @ q for key in seen]) / np.sqrt(self.head_dim)
-            sink = self.matrix(layer, "attn_sinks")[head]
-            weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(sink))
-            mixed = sum(w * key for w, key in zip(weights, seen, strict=True))
-            heads.append(self.rope(mixed, -position))
-        n_groups = self.file.get_int("dflash.attention.output_group_count")
-        output_a = self.matrix(layer, "attn_output_a").reshape(n_groups, -1, 24)
-        groups = np.concatenate(heads).reshape(n_groups, -1)
-        low = np.concatenate([a @ group for a, group in zip(output_a, groups, strict=True)])
-        return self.matrix(layer, "attn_output_b") @ low
+    def sees(self, query: int, start: int, key: int) -> bool:
+        """Whether the query at a position of the block at ``start`` sees the key of a position."""
+        return query - key < self.window and not (self.is_causal and key > query)
 
-    def experts(self, layer: int, x: Array) -> Array:
-        w = np.sqrt(np.log1p(np.exp(self.matrix(layer, "ffn_gate_inp") @ x)))
-        biased = w + self.weights[f"blk.{layer}.exp_probs_b.bias"]
-        chosen = np.argsort(-biased)[: self.file.get_int("dflash.expert_used_count")]
-        total = w[chosen].sum() if self.file.get_bool("dflash.expert_weights_norm") else 1.0
-        clamps = self.file.get_floats("dflash.swiglu_clamp_exp", length=self.n_layer)
-        shared = self.file.get_floats("dflash.swiglu_clamp_shexp", clamps, length=self.n_layer)
-        out = self.mlp(layer, "shexp", ..., x, shared[layer])
-        for expert in chosen:
-            scale = w[expert] / total * self.file.get_float("dflash.expert_weights_scale")
-            out = out + scale * self.mlp(layer, "exps", expert, x, clamps[layer])
+    # Sub-layers
+
+    def attention(self, layer: int, x: Floats, start: int) -> Floats:
+        """The normed inputs [T, E] of a block -> [T, E]."""
+        block_keys = [self.keep(layer, row, start + i) for i, row in enumerate(x)]
+        out = []
+        for i, row in enumerate(x):
+            position = start + i
+            rows = [kept[layer] for kept in self.kept] + block_keys
+            keys = [key for at, key in enumerate(rows) if self.sees(position, start, at)]
+            low = self.rms(
+                self.weight("attn_q_a", layer) @ row, self.weight("attn_q_a_norm", layer)
+            )
+            queries = (self.weight("attn_q_b", layer) @ low).reshape(self.n_head, self.head_dim)
+            heads = []
+            for head, query in enumerate(queries):
+                query = self.rms(query) if self.normed_heads else query
+                sink = float(self.weight("attn_sinks", layer)[head])
+                scale = self.head_dim**-0.5
+                mixed = attend(self.rotate(query, position), keys, keys, scale, sink)
+                heads.append(self.rotate(mixed, position, sign=-1))
+            out.append(self.join_heads(layer, np.concatenate(heads)))
+        return np.stack(out)
+
+    def join_heads(self, layer: int, heads: Floats) -> Floats:
+        """Each group of heads has a projection of its own; a second one joins the groups."""
+        wide = self.weight("attn_output_a", layer).reshape(
+            self.n_groups, -1, len(heads) // self.n_groups
+        )
+        parts = [wide[i] @ part for i, part in enumerate(heads.reshape(self.n_groups, -1))]
+        return self.weight("attn_output_b", layer) @ np.concatenate(parts)
+
+    def feed_forward(self, layer: int, x: Floats) -> Floats:
+        """Chosen experts, weighted, plus the shared expert; [E] -> [E]."""
+        scores = np.sqrt(np.log1p(np.exp(self.weight("ffn_gate_inp", layer) @ x)))
+        wanted = scores + self.tensors[f"blk.{layer}.exp_probs_b.bias"]
+        chosen = np.argsort(-wanted, kind="stable")[: int(self.key("expert_used_count"))]
+        weights = scores[chosen]
+        if self.key("expert_weights_norm"):
+            weights = weights / max(weights.sum(), SMALLEST_SUM)
+        weights = weights * float(self.key("expert_weights_scale"))
+        clamp = self.per_layer("swiglu_clamp_exp", layer)
+        out = np.zeros_like(x)
+        for weight, expert in zip(weights, chosen, strict=True):
+            out += weight * self.expert(
+                x,
+                self.weight("ffn_gate_exps", layer)[expert],
+                self.weight("ffn_up_exps", layer)[expert],
+                self.weight("ffn_down_exps", layer)[expert],
+                clamp,
+            )
+        return out + self.expert(
+            x,
+            self.weight("ffn_gate_shexp", layer),
+            self.weight("ffn_up_shexp", layer),
+            self.weight("ffn_down_shexp", layer),
+            self.per_layer("swiglu_clamp_shexp", layer, clamp),
+        )
+
+    def per_layer(self, name: str, layer: int, default: float | None = None) -> float:
+        value = self.key(name, default)
+        return float(value[layer] if isinstance(value, list) else value)
+
+    @staticmethod
+    def expert(x: Floats, gate: Floats, up: Floats, down: Floats, clamp: float) -> Floats:
+        opened, raised = gate @ x, up @ x
+        if clamp > 1e-6:
+            opened, raised = np.minimum(opened, clamp), np.clip(raised, -clamp, clamp)
+        return down @ (silu(opened) * raised)
+
+    # Hyper-connections
+
+    def mixes(self, layer: int, name: str, x: Floats) -> Mixes:
+        """The coefficients that the streams [hc, E] ask for; ``name`` is attn or ffn."""
+        hc = self.n_hc
+        m = self.weight(f"hc_{name}_fn", layer) @ self.rms(x.reshape(-1))
+        scale, base = self.weight(f"hc_{name}_scale", layer), self.weight(f"hc_{name}_base", layer)
+        pre = sigmoid(m[:hc] * scale[0] + base[:hc]) + self.hc_eps
+        post = 2 * sigmoid(m[hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
+        comb = (m[2 * hc :] * scale[2] + base[2 * hc :]).reshape(hc, hc)
+        return Mixes(pre, post, self.sinkhorn(comb))
+
+    def sinkhorn(self, comb: Floats) -> Floats:
+        comb = np.exp(comb - comb.max(axis=1, keepdims=True))
+        comb = comb / comb.sum(axis=1, keepdims=True) + self.hc_eps
+        comb = comb / (comb.sum(axis=0, keepdims=True) + self.hc_eps)
+        for _ in range(self.n_rounds - 1):
+            comb = comb / (comb.sum(axis=1, keepdims=True) + self.hc_eps)
+            comb = comb / (comb.sum(axis=0, keepdims=True) + self.hc_eps)
+        return comb
+
+    @staticmethod
+    def put_back(y: Floats, x: Floats, mixes: Mixes) -> Floats:
+        """A sub-layer's output [E] into the streams [hc, E]."""
+        out = np.empty_like(x)
+        for to in range(len(x)):
+            out[to] = mixes.post[to] * y
+            for source in range(len(x)):
+                out[to] += mixes.comb[source, to] * x[source]
         return out
 
-    def mlp(self, layer: int, kind: str, expert: object, x: Array, clamp: float) -> Array:
-        gate, up, down = (
-            self.matrix(layer, f"ffn_{part}_{kind}")[expert] for part in ("gate", "up", "down")
-        )
-        a, b = gate @ x, up @ x
-        if clamp > 1e-6:
-            a, b = np.minimum(a, clamp), np.clip(b, -clamp, clamp)
-        return down @ (a * sigmoid(a) * b)
+    # The block
+
+    def slots(self, block: Floats, start: int) -> tuple[Floats, Floats]:
+        streams = [np.stack([row] * self.n_hc) for row in block]
+        for layer in range(self.n_layer):
+            mixes = [self.mixes(layer, "attn", x) for x in streams]
+            inputs = [m.pre @ x for m, x in zip(mixes, streams, strict=True)]
+            normed = np.stack([self.rms(x, self.weight("attn_norm", layer)) for x in inputs])
+            outputs = self.attention(layer, normed, start)
+            streams = [self.put_back(*parts) for parts in zip(outputs, streams, mixes, strict=True)]
+            for t, x in enumerate(streams):
+                mix = self.mixes(layer, "ffn", x)
+                normed_row = self.rms(mix.pre @ x, self.weight("ffn_norm", layer))
+                streams[t] = self.put_back(self.feed_forward(layer, normed_row), x, mix)
+        ends = np.stack([self.collapse(x) for x in streams])
+        return np.stack([self.rms(x, self.weight("output_norm")) for x in ends]), ends
+
+    def collapse(self, x: Floats) -> Floats:
+        m = self.weight("output_hc_fn") @ self.rms(x.reshape(-1))
+        scale, base = self.weight("output_hc_scale").item(), self.weight("output_hc_base")
+        return (sigmoid(m * scale + base) + self.hc_eps) @ x

@@ -1,121 +1,132 @@
-"""A Mistral Large 4 draft trunk in float64 numpy, after llama.cpp's `graph_mistral_large4`.
+"""Mistral Large 4 backbone, in plain float64 loops, from upstream's text (`graph_mistral_large4`).
 
-The whole block at once, heads and positions as axes; nothing is shared with the code under test.
+Latent attention: of a position only a short latent vector and one rotated part are kept. Upstream
+multiplies the query into the latent space; here every head's keys and values are unpacked, which is
+the same in exact arithmetic. Slots after the first take their embedding from a table of masks, and
+the whole block sees what its first slot sees.
+
+Upstream's text does not say which rotation the file has: `rope_type` is set elsewhere. For the
+architecture `dflash` that is rotate-half with one known exception, hyper-connections (DeepSeek-V4),
+so rotate-half it is here; files whose converter left neighbouring pairs would need the exception.
 """
 
 from __future__ import annotations
 
-import math
+from math import ceil, floor, log, pi
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
-from specdec.gguf_file import GGUFFile
-
-Array = NDArray[np.float64]
+from drafters.dflash.dspark_reference import DSparkReference, Floats, attend, silu, turn_halves
 
 
-def softmax(scores: Array) -> Array:
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+class MistralLarge4Reference(DSparkReference):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.rank = int(self.key("attention.kv_lora_rank"))
+        self.n_rot = int(self.key("rope.dimension_count"))
+        self.key_dim = int(self.key("attention.key_length_mla"))
+        self.window = int(self.key("attention.sliding_window"))
 
+    # Rotation
 
-class PlainMistralLarge4:
-    """Injection, block pass and soft-capped logits."""
+    def rotate(self, x: Floats, position: int) -> Floats:
+        scaling = self.fields.get("dflash.rope.scaling.type", "none")
+        if scaling == "yarn":
+            return turn_halves(x, position * self.yarn_frequencies(), self.yarn_magnitude())
+        factor = float(self.key("rope.scaling.factor")) if scaling == "linear" else 1.0
+        return turn_halves(x, position * self.frequencies() / factor)
 
-    def __init__(self, file: GGUFFile, table: str = "mask_embd") -> None:
-        self.file = file
-        self.weights = {name: file.load(name).double().numpy() for name in file.tensors}
-        self.masks = self.weights[f"{table}.weight"]
-        self.n_layer = file.get_int("dflash.block_count")
-        self.n_head = file.get_int("dflash.attention.head_count")
-        self.n_rot = file.get_int("dflash.rope.dimension_count")
-        self.rank = file.get_int("dflash.attention.kv_lora_rank")
-        self.head_dim = file.get_int("dflash.attention.key_length_mla")
-        self.n_swa = file.get_int("dflash.attention.sliding_window") + 1
-        self.is_causal = file.get_bool("dflash.attention.causal", default=False)
-        self.cache = [np.zeros((0, self.rank + self.n_rot)) for _ in range(self.n_layer)]
+    def frequencies(self) -> Floats:
+        base = float(self.key("rope.freq_base", 10000.0))
+        return base ** (-2.0 * np.arange(self.n_rot // 2) / self.n_rot)
 
-    def observe(self, features: Array) -> None:
-        g = self.norm("enc.output_norm", features @ self.weights["fc.weight"].T)
-        positions = len(self.cache[0]) + np.arange(len(features))
+    def yarn_frequencies(self) -> Floats:
+        """High frequencies stay, low ones are stretched, a ramp lies between."""
+        base = float(self.key("rope.freq_base", 10000.0))
+        trained = float(
+            self.key("rope.scaling.original_context_length", self.key("context_length"))
+        )
+        bounds = [
+            self.n_rot * log(trained / (float(self.key(name, default)) * 2 * pi)) / (2 * log(base))
+            for name, default in (
+                ("rope.scaling.yarn_beta_fast", 32.0),
+                ("rope.scaling.yarn_beta_slow", 1.0),
+            )
+        ]
+        low, high = max(0, floor(bounds[0])), min(self.n_rot - 1, ceil(bounds[1]))
+        mixed = []
+        for i, plain in enumerate(self.frequencies()):
+            stretch = min(1.0, max(0.0, (i - low) / max(0.001, high - low)))
+            factor = float(self.key("rope.scaling.factor"))
+            mixed.append(plain * (1 - stretch) + plain / factor * stretch)
+        return np.array(mixed)
+
+    def yarn_magnitude(self) -> float:
+        grown = log(float(self.key("rope.scaling.factor")))
+        multiplier = float(self.key("rope.scaling.yarn_log_multiplier", 0.0))
+        magnitude = (1 + 0.1 * grown) / (1 + 0.1 * multiplier * grown)
+        return magnitude * float(self.key("rope.scaling.attn_factor", 1.0))
+
+    # Layers
+
+    def keep(self, layer: int, g: Floats, position: int) -> Floats:
+        packed = self.weight("attn_kv_a_mqa", layer) @ g
+        latent = self.rms(packed[: self.rank], self.weight("attn_kv_a_norm", layer))
+        return np.concatenate([latent, self.rotate(packed[self.rank :], position)])
+
+    def attention(self, layer: int, x: Floats, start: int) -> Floats:
+        """The normed inputs [T, E] of a block -> [T, E]."""
+        rows = [kept[layer] for kept in self.kept]
+        rows += [self.keep(layer, row, start + i) for i, row in enumerate(x)]
+        rows = [row for at, row in enumerate(rows) if self.sees(start, at)]
+        up_keys, up_values = self.weight("attn_k_b", layer), self.weight("attn_v_b", layer)
+        out = []
+        for i, row in enumerate(x):
+            queries = (self.weight("attn_q", layer) @ row).reshape(self.n_head, self.key_dim)
+            heads = []
+            for head, query in enumerate(queries):
+                still = self.key_dim - self.n_rot
+                query = np.concatenate([query[:still], self.rotate(query[still:], start + i)])
+                keys = [
+                    np.concatenate([kept[: self.rank] @ up_keys[head], kept[self.rank :]])
+                    for kept in rows
+                ]
+                values = [up_values[head] @ kept[: self.rank] for kept in rows]
+                heads.append(attend(query, keys, values, self.key_dim**-0.5))
+            out.append(self.weight("attn_output", layer) @ np.concatenate(heads))
+        return np.stack(out)
+
+    def sees(self, start: int, key: int) -> bool:
+        """Whether the block at ``start`` sees the key of a position: what its first slot sees."""
+        return start - key < self.window + 1 and not (self.is_causal and key > start)
+
+    def feed_forward(self, layer: int, x: Floats) -> Floats:
+        opened = silu(self.weight("ffn_gate", layer) @ x)
+        return self.weight("ffn_down", layer) @ (opened * (self.weight("ffn_up", layer) @ x))
+
+    # The block
+
+    def embed(self, tokens: list[int], table: Floats) -> Floats:
+        masks = self.named_like("mask")
+        assert masks is not None
+        return np.stack([table[tokens[0]], *masks[: len(tokens) - 1]])
+
+    def slots(self, block: Floats, start: int) -> tuple[Floats, Floats]:
+        x = block
         for layer in range(self.n_layer):
-            keys = self.keys(layer, g, positions)
-            self.cache[layer] = np.concatenate([self.cache[layer], keys])
+            normed = np.stack([self.rms(row, self.weight("attn_norm", layer)) for row in x])
+            x = x + self.attention(layer, normed, start)
+            x = np.stack(
+                [
+                    row + self.feed_forward(layer, self.rms(row, self.weight("ffn_norm", layer)))
+                    for row in x
+                ]
+            )
+        hidden = np.stack([self.rms(row, self.weight("output_norm")) for row in x])
+        return hidden, hidden
 
-    def block(self, anchor: Array, n_slots: int) -> Array:
-        """Hidden states [S, D] of the block that begins with the embedding ``anchor``."""
-        start = len(self.cache[0])
-        positions = start + np.arange(n_slots)
-        x = np.concatenate([anchor[None], self.masks[: n_slots - 1]])
-        at = np.arange(start + n_slots)
-        seen = (start - at < self.n_swa) & ((at <= start) | (not self.is_causal))
-        for layer in range(self.n_layer):
-            h = self.norm(f"blk.{layer}.attn_norm", x)
-            keys = np.concatenate([self.cache[layer], self.keys(layer, h, positions)])[seen]
-            x = x + self.attention(layer, h, keys, positions)
-            h = self.norm(f"blk.{layer}.ffn_norm", x)
-            gate, up = (h @ self.matrix(layer, f"ffn_{name}").T for name in ("gate", "up"))
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ self.matrix(layer, "ffn_down").T
-        return self.norm("output_norm", x)
-
-    def logits(self, hidden: Array, head: Array) -> Array:
-        logits = hidden @ head.T
-        cap = self.file.get_float("dflash.final_logit_softcapping", default=0.0)
-        return np.tanh(logits * (1 / cap)) * cap if cap else logits
-
-    def attention(self, layer: int, h: Array, keys: Array, positions: Array) -> Array:
-        q = (h @ self.matrix(layer, "attn_q").T).reshape(len(h), self.n_head, self.head_dim)
-        q_nope = q[:, :, : self.head_dim - self.n_rot]
-        q_pe = self.rope(q[:, :, self.head_dim - self.n_rot :], positions[:, None])
-        k_b, v_b = self.matrix(layer, "attn_k_b"), self.matrix(layer, "attn_v_b")
-        absorbed = np.stack([q_nope[:, i] @ k_b[i].T for i in range(self.n_head)], axis=1)
-        scores = np.concatenate([absorbed, q_pe], axis=-1) @ keys.T / math.sqrt(self.head_dim)
-        latent = softmax(scores) @ keys[:, : self.rank]
-        values = [latent[:, i] @ v_b[i].T for i in range(self.n_head)]
-        return np.concatenate(values, axis=-1) @ self.matrix(layer, "attn_output").T
-
-    def keys(self, layer: int, x: Array, positions: Array) -> Array:
-        both = x @ self.matrix(layer, "attn_kv_a_mqa").T
-        latent = self.norm(f"blk.{layer}.attn_kv_a_norm", both[:, : self.rank])
-        return np.concatenate([latent, self.rope(both[:, self.rank :], positions)], axis=-1)
-
-    def matrix(self, layer: int, name: str) -> Array:
-        return self.weights[f"blk.{layer}.{name}.weight"]
-
-    def norm(self, name: str, x: Array) -> Array:
-        eps = self.file.get_float("dflash.attention.layer_norm_rms_epsilon")
-        scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-        return x / scale * self.weights[f"{name}.weight"]
-
-    def rope(self, x: Array, positions: Array) -> Array:
-        """ggml's `rope_yarn` in the rotate-half layout."""
-        half = self.n_rot // 2
-        theta, magnitude = self.frequencies(half)
-        turn = magnitude * np.exp(1j * positions[..., None] * theta)
-        turned = (x[..., :half] + 1j * x[..., half:]) * turn
-        return np.concatenate([turned.real, turned.imag], axis=-1)
-
-    def frequencies(self, half: int) -> tuple[Array, float]:
-        def scaling(name: str, default: float) -> float:
-            return self.file.get_float(f"dflash.rope.scaling.{name}", default=default)
-
-        base, n_dims = self.file.get_float("dflash.rope.freq_base"), self.n_rot
-        extrapolated = base ** (-np.arange(half) * 2.0 / n_dims)
-        factor = scaling("factor", 1.0)
-        if self.file.get_str("dflash.rope.scaling.type", default="none") != "yarn":
-            return extrapolated / factor, scaling("attn_factor", 1.0)
-        n_orig = self.file.get_int("dflash.rope.scaling.original_context_length")
-
-        def corr_dim(beta: float) -> float:
-            return n_dims * math.log(n_orig / (beta * 2 * math.pi)) / (2 * math.log(base))
-
-        low = max(0, math.floor(corr_dim(scaling("yarn_beta_fast", 32.0))))
-        high = min(n_dims - 1, math.ceil(corr_dim(scaling("yarn_beta_slow", 1.0))))
-        ramp = 1 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0, 1)
-        ramp = ramp * scaling("yarn_ext_factor", 1.0)
-        theta = extrapolated / factor * (1 - ramp) + extrapolated * ramp
-        # llama_context: m(1) / m(log multiplier); what rope_yarn multiplies with cancels out
-        log_mul = scaling("yarn_log_multiplier", 0.0)
-        divisor = 0.1 * log_mul * math.log(factor) + 1 if log_mul else 1.0
-        return theta, (0.1 * math.log(factor) + 1) / divisor * scaling("attn_factor", 1.0)
+    def base_logits(self, hidden: Floats, output: Floats) -> Floats:
+        """Soft-capped, if the file says so, before the Markov head adds its bias."""
+        logits = super().base_logits(hidden, output)
+        cap = float(self.key("final_logit_softcapping", 0.0))
+        return cap * np.tanh(logits / cap) if cap else logits

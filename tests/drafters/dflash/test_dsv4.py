@@ -1,4 +1,7 @@
-"""The DeepSeek-V4 backbone: llama.cpp's own tensors, a plain computation, and options of a file."""
+"""The DeepSeek-V4 backbone: llama.cpp's own tensors, and options of a file.
+
+A plain computation is in `test_backbone_references`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import tiny_drafts
 import torch
-from drafters.dflash.dsv4_reference import PlainDSV4
 from drafters.dflash.trace import Trace
 from torch import Tensor
 
-from specdec.drafters.dflash.drafter import DFlashDrafter
 from specdec.drafters.dflash.dsv4 import DSV4Trunk, rotate_pairs, sinkhorn
 from specdec.drafters.dflash.model import load
 from specdec.drafters.selection import choose_types
@@ -24,7 +24,7 @@ from specdec.errors import ModelFileError, UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
-from specdec.options import DraftOptions, SamplingOptions, SpecOptions
+from specdec.options import SpecOptions
 
 NAME = "dspark_dsv4"
 TEXT = list(range(70, 90))
@@ -88,45 +88,6 @@ def target(target_file: GGUFFile) -> Target:
 
 def open_draft(folder: Path, **draft: Any) -> GGUFFile:
     return GGUFFile.open(tiny_drafts.write_dflash(folder / "d.gguf", **(FILE | draft)))
-
-
-def stacked(n_groups: int = 2, rank: int = 8) -> dict[str, np.ndarray]:
-    """`attn_output_a` of the first layer with an axis for the groups."""
-    random = np.random.default_rng(3)
-    shape = (n_groups, rank, 24)
-    return {"blk.0.attn_output_a.weight": random.standard_normal(shape).astype(np.float32) / 4}
-
-
-@pytest.mark.parametrize(
-    "draft",
-    [
-        {},
-        {"metadata": {"dflash.swiglu_clamp_exp": 0.0}},
-        {"metadata": {"dflash.swiglu_clamp_exp": [0.1, 0.4], "dflash.swiglu_clamp_shexp": 0.2}},
-        {"metadata": {"dflash.expert_weights_norm": False, "dflash.expert_used_count": 3}},
-        {"metadata": {"dflash.attention.causal": True, "dflash.attention.sliding_window": 4}},
-        {"metadata": {"dflash.attention.sliding_window": 100}},
-        {"metadata": {"dflash.hyper_connection.sinkhorn_iterations": 1}},
-        {"metadata": {"dflash.embedding_scale": 3.0}},
-        {"tensors": stacked()},
-    ],
-    ids=str,
-)
-def test_a_plain_computation_agrees(tmp_path: Path, target: Target, draft: dict[str, Any]) -> None:
-    file = open_draft(tmp_path, **draft)
-    drafter = DFlashDrafter(load(file, target), DraftOptions(n_max=5), 256)
-    drafter.begin(SamplingOptions(temp=0))
-    output = target(torch.tensor(TEXT), target.new_cache(64), taps=drafter.taps)
-    assert output.hidden is not None
-    drafter.observe(torch.tensor(TEXT), output.hidden)
-    plain = PlainDSV4(file)
-    plain.observe(output.hidden.flatten(1).double().numpy())
-    block = drafter.run(105, 5)
-    tokens = torch.tensor([105, *[tiny_drafts.MASK] * 4])
-    embeddings = drafter.model.vocabulary.embed(tokens).double().numpy()
-    state, hidden = plain.block(embeddings)
-    close(block.state.double(), torch.from_numpy(state))
-    close(block.hidden.double(), torch.from_numpy(hidden))
 
 
 def test_sinkhorn_balances_rows_and_columns() -> None:

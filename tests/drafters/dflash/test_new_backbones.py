@@ -1,7 +1,6 @@
-"""DeepSeek-V4.1 and Mistral Large 4: plain computations, every spelling, and faulty files.
+"""DeepSeek-V4.1 and Mistral Large 4: every spelling, and faulty files.
 
-No file of either and no run of llama.cpp's graphs could be had, so the numbers come from a second
-reading of its source, in `dsv41_reference` and `mistral_large4_reference`.
+Their numbers are in `test_backbone_references`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ import pytest
 import tiny
 import tiny_drafts
 import torch
-from drafters.dflash.chain_reference import greedy_chain
-from drafters.dflash.dsv41_reference import PlainDSV41
-from drafters.dflash.mistral_large4_reference import PlainMistralLarge4
 from torch import Tensor
 
 from specdec.describe_draft import describe_draft
@@ -62,10 +58,6 @@ def target(target_file: GGUFFile) -> Target:
     return load_target(target_file)
 
 
-def close(found: Tensor, expected: np.ndarray) -> None:
-    torch.testing.assert_close(found.double(), torch.from_numpy(expected), atol=1e-4, rtol=0)
-
-
 def open_draft(folder: Path, backbone: str, **draft: Any) -> GGUFFile:
     options = {"head": "draft-dspark", "backbone": backbone, "block_size": BLOCK} | draft
     return GGUFFile.open(tiny_drafts.write_dflash(folder / "d.gguf", **options))
@@ -83,98 +75,6 @@ def observed(file: GGUFFile, target: Target) -> tuple[DFlashDrafter, np.ndarray]
     assert output.hidden is not None
     drafter.observe(torch.tensor(TEXT), output.hidden)
     return drafter, output.hidden.flatten(1).double().numpy()
-
-
-def embeddings(drafter: DFlashDrafter, tokens: list[int]) -> np.ndarray:
-    found: np.ndarray = drafter.model.vocabulary.embed(torch.tensor(tokens)).double().numpy()
-    return found
-
-
-def output_matrix(file: GGUFFile, target: Target) -> np.ndarray:
-    if "output.weight" in file.tensors:
-        return file.load("output.weight").double().numpy()
-    matrix: np.ndarray = target.lm_head(torch.eye(32)).T.double().numpy()
-    return matrix
-
-
-@pytest.mark.parametrize(
-    "draft",
-    [
-        {},
-        {"n_layer": 3, **keys(attention__sliding_window=4)},
-        keys(attention__sliding_window=len(TEXT) - 1),
-        keys(attention__sliding_window=100, attention__causal=True),
-        keys(swiglu_clamp_exp=[0.1, 0.4], expert_used_count=3, expert_weights_norm=False),
-        keys(hyper_connection__sinkhorn_iterations=1, embedding_scale=3.0),
-        {"d2t": tuple(range(200, 60, -3))},
-    ],
-    ids=str,
-)
-def test_deepseek41_is_a_plain_computation(
-    tmp_path: Path, target: Target, draft: dict[str, Any]
-) -> None:
-    file = open_draft(tmp_path, "deepseek4.1", **draft)
-    drafter, features = observed(file, target)
-    plain = PlainDSV41(file)
-    plain.observe(features)
-    state, hidden = plain.block(embeddings(drafter, [LAST, *[tiny_drafts.MASK] * (BLOCK - 1)]))
-    block = drafter.run(LAST, BLOCK)
-    close(block.state, state)
-    close(block.hidden, hidden)
-    base = hidden @ output_matrix(file, target).T
-    check_chain(drafter, greedy_chain(plain.weights, base, hidden, state, LAST))
-
-
-@pytest.mark.parametrize(
-    "draft",
-    [
-        {},
-        GATED | {"n_layer": 3, **keys(attention__sliding_window=4)},
-        keys(attention__sliding_window=len(TEXT) - 1, attention__causal=True),
-        keys(final_logit_softcapping=0.7),
-        GATED | keys(final_logit_softcapping=1.5) | {"d2t": tuple(range(200, 60, -3))},
-        {"metadata": YARN},
-        {"metadata": YARN | {"dflash.rope.scaling.yarn_log_multiplier": 1.0}},
-        {
-            "metadata": YARN
-            | {
-                "dflash.rope.scaling.yarn_log_multiplier": 0.3,
-                "dflash.rope.scaling.attn_factor": 1.3,
-                "dflash.attention.sliding_window": 100,
-            }
-        },
-        {
-            "metadata": {
-                "dflash.rope.scaling.type": "linear",
-                "dflash.rope.scaling.factor": 2.0,
-                "dflash.rope.scaling.yarn_log_multiplier": 0.5,
-            }
-        },
-    ],
-    ids=lambda draft: ",".join([*draft, *draft.get("metadata", {})]),
-)
-def test_mistral_large4_is_a_plain_computation(
-    tmp_path: Path, target: Target, draft: dict[str, Any]
-) -> None:
-    file = open_draft(tmp_path, "mistral-large4", **draft)
-    drafter, features = observed(file, target)
-    plain = PlainMistralLarge4(file)
-    plain.observe(features)
-    anchor = embeddings(drafter, [LAST])[0]
-    for n_draft in (1, 3, BLOCK):
-        hidden = plain.block(anchor, n_draft)
-        close(drafter.run(LAST, n_draft).hidden, hidden)
-    base = plain.logits(hidden, output_matrix(file, target))
-    check_chain(drafter, greedy_chain(plain.weights, base, hidden, hidden, LAST))
-
-
-def check_chain(drafter: DFlashDrafter, expected: Any) -> None:
-    head = drafter.model.head
-    assert isinstance(head, DSparkHead)
-    logits, tokens, confidences = head.chain(drafter.run(LAST, BLOCK), BLOCK)
-    close(logits, expected.logits)
-    close(confidences, np.array(expected.confidences))
-    assert tokens.tolist() == expected.tokens == drafter.draft(LAST, BLOCK).tokens
 
 
 def test_options_change_the_numbers(tmp_path: Path, target: Target) -> None:
