@@ -139,8 +139,12 @@ def _check_draft(
             f"{draft_file.architecture} model: use {found}"
         )
     if name != found and not (name == "draft-dflash" and found in DFLASH_TYPES):
+        # As in llama.cpp a run has one draft context: on the draft file if there is one.
+        own = name == "draft-mtp" and has_mtp_layers(target_file)
+        hint = "; the target's own MTP layers draft only without -md" if own else ""
         raise UsageError(
-            f"--spec-type {name} does not match the draft model: use {found} for {draft_file.path}"
+            f"--spec-type {name} does not match the draft model: use {found} for "
+            f"{draft_file.path}{hint}"
         )
     if name == "draft-simple":
         check_architecture(draft_file)

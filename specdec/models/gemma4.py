@@ -53,12 +53,16 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
 
 def load(file: GGUFFile, rope: RopeOptions) -> Target:
     """The target in ``file``. Raises `UnsupportedError` for what a dense Gemma 4 does not have."""
-    for suffix in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):
+    for suffix in (
+        "embedding_length_per_layer_input",
+        "attention.shared_kv_layers",
+        "expert_count",
+    ):
         value = file.get_int(file.key(suffix), default=0)
         if value:
             raise UnsupportedError(
                 f"{file.path}: {file.key(suffix)} is {value}, expected 0; Gemma 4 models with "
-                "per-layer embeddings or shared caches are not supported"
+                "per-layer embeddings, shared caches or experts are not supported"
             )
     specs = [read_spec(file, rope, layer) for layer in range(count_layers(file))]
     config = replace(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
+import tiny_drafts
 import tiny_mtp
 import torch
 from fakes import ForcedVerifier
@@ -226,6 +228,31 @@ def test_an_architecture_whose_layers_cannot_be_run(tmp_path: Path) -> None:
     path = tiny.write_target(tmp_path / "draft.gguf")
     with GGUFFile.open(path) as file, pytest.raises(UsageError, match="use draft-simple"):
         choose_types(MTP, open_target("hy_v3"), file)
+
+
+@pytest.mark.parametrize("other", ["draft-dflash", "draft-eagle3", "draft-simple"])
+def test_layers_of_the_target_beside_a_draft_file(tmp_path: Path, other: str) -> None:
+    """A run has one draft: llama.cpp makes its draft context on the file that `-md` gives."""
+    path = tmp_path / "draft.gguf"
+    if other == "draft-dflash":
+        tiny_drafts.write_dflash(path, target_layers=(0, 1))
+    elif other == "draft-eagle3":
+        tiny_drafts.write_eagle3(path, target_layers=(0, 1, 2))
+    else:
+        tiny.write_target(path)
+    text = (
+        f"--spec-type draft-mtp does not match the draft model: use {other} for {path}; the "
+        "target's own MTP layers draft only without -md"
+    )
+    target = open_target("hy_v3")
+    with GGUFFile.open(path) as draft:
+        for types in (("draft-mtp", other), (other, "draft-mtp"), ("draft-mtp",)):
+            with pytest.raises(UsageError, match=re.escape(text)):
+                choose_types(SpecOptions(types=types), target, draft)
+        assert choose_types(SpecOptions(types=(other,)), target, draft) == (other,)
+    with GGUFFile.open(path) as draft, pytest.raises(UsageError) as caught:
+        choose_types(MTP, open_target("gemma4"), draft)
+    assert "MTP layers" not in str(caught.value)
 
 
 def test_an_assistant_of_another_width(tmp_path: Path) -> None:

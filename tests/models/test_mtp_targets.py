@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import tiny_mtp
@@ -124,6 +125,20 @@ def test_mtp_layers_alone_are_no_target() -> None:
         load_target(file)
 
 
+@pytest.mark.parametrize("name", ["qwen35moe", "qwen3next", "deepseek4"])
+def test_relatives_of_known_architectures_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "target.gguf", name)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with (
+        GGUFFile.open(tmp_path / "target.gguf") as file,
+        pytest.raises(UnsupportedError, match=f"unknown architecture: {name}"),
+    ):
+        load_target(file)
+
+
 @pytest.mark.parametrize(
     ("architecture", "metadata", "error", "message"),
     [
@@ -136,6 +151,8 @@ def test_mtp_layers_alone_are_no_target() -> None:
         ("qwen35", {"ssm.conv_kernel": 3}, ModelFileError, "ssm_conv1d.weight"),
         ("mimo2", {"attention.sliding_window_pattern": [True]}, ModelFileError, "pattern"),
         ("gemma4", {"embedding_length_per_layer_input": 8}, UnsupportedError, "per-layer"),
+        ("gemma4", {"attention.shared_kv_layers": 2}, UnsupportedError, "shared caches"),
+        ("gemma4", {"expert_count": 4}, UnsupportedError, "or experts are not supported"),
         ("gemma4", {"rope.dimension_count_swa": 10}, ModelFileError, "even and at most 8"),
     ],
 )
