@@ -13,15 +13,22 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from random_drafts import write_missing, write_mtp_target
 
 from specdec.errors import SpecdecError
+from specdec.gguf_file import GGUFFile
 from specdec.options import Options
 
 HERE = Path(__file__).parent
 PEER_VARIABLE = "LLAMA_CPP_PYTHON"
 PEER = HERE.parent / "downloads" / "llama.cpp-venv" / "bin" / "python"
+SYNTHETIC_LENGTH = 1.5
+"""Tokens that a round with a random draft emits, about what the trained ones reach."""
 Values = Mapping[str, float]
 
 
@@ -37,8 +44,7 @@ def main() -> None:
     drafts = [path for path in options.drafts if path.exists()]
     for path in set(options.drafts) - set(drafts):
         print(f"not measured: {path} is not there")
-    if drafts:
-        rounds_with_drafts(options.model, drafts, options.threads)
+    rounds_with_drafts(options.model, drafts, options.threads)
 
 
 def _arguments() -> argparse.Namespace:
@@ -106,25 +112,48 @@ def _print_table(found: Mapping[str, Values]) -> None:
 
 
 def rounds_with_drafts(model: Path, drafts: Sequence[Path], n_threads: int) -> None:
-    """Milliseconds of a round by its parts, for each draft at one token and at seven."""
-    from specdec.bench import DEFAULT_PROMPTS, run_bench
+    """Milliseconds of a round by its parts, for each draft at one token and at seven.
 
-    layer = {
+    Heads of which there is no draft, and MTP layers, are measured with random weights. Their drafts
+    are accepted at random, so that they have as much to read as a trained draft.
+    """
+    run = {
         "model.path": model,
         "model.n_threads": n_threads,
         "sampling.temp": 0.0,
-        "bench.drafts": tuple(drafts),
+        "sampling.ignore_eos": True,
         "bench.n_max": (1, 7),
         "bench.n_predict": 32,
         "bench.n_repetitions": 1,
     }
+    print(f"\n{'ms per round':<22}   n  observe    draft   target   verify   length   tokens/s")
+    if drafts:
+        _print_rounds(run | {"bench.drafts": tuple(drafts)})
+    synthetic = run | {"spec.synth_len": SYNTHETIC_LENGTH}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with GGUFFile.open(model) as target:
+                missing = write_missing(Path(folder), target, list(drafts))
+                mtp = Path(folder) / "mtp-target.gguf"
+                write_mtp_target(mtp, target)
+        except SpecdecError as error:
+            print(f"not measured: random drafts: {error}")
+            return
+        print(f"random weights, {SYNTHETIC_LENGTH:g} tokens a round accepted at random:")
+        _print_rounds(synthetic | {"bench.drafts": tuple(missing)})
+        _print_rounds(synthetic | {"model.path": mtp, "bench.types": (("draft-mtp",),)})
+
+
+def _print_rounds(layer: Mapping[str, Any]) -> None:
+    """A row for each configuration; that of no speculation only where nothing is made up."""
+    from specdec.bench import DEFAULT_PROMPTS, run_bench
+
     try:
         report = run_bench(Options().merge(layer), DEFAULT_PROMPTS[:3])
     except SpecdecError as error:
         print(f"not measured: rounds with drafts: {error}")
         return
-    print(f"\n{'ms per round':<22}   n  observe    draft   target   verify   length   tokens/s")
-    for result in report.results:
+    for result in report.results["spec.synth_len" in layer :]:
         one = result.configuration
         times = (result.observe_ms, result.draft_ms, result.target_ms, result.verify_ms)
         print(

@@ -264,27 +264,33 @@ class _Contestant:
 def _load(options: Options, wanted: Sequence[Configuration]) -> list[_Contestant]:
     """One target for all, the weights of a draft once for all its lengths; plain decoding first."""
     seed = 0 if options.sampling.seed == RANDOM_SEED else options.sampling.seed
-    none = {"spec.types": ("none",), "spec.draft.path": None, "sampling.seed": seed}
+    none = {
+        "spec.types": ("none",),
+        "spec.draft.path": None,
+        "spec.synth_len": None,
+        "spec.synth_rates": None,
+        "sampling.seed": seed,
+    }
     base = Engine.load(options.merge(none))
     contestants = [_Contestant(Configuration(), base)]
     shared: dict[tuple[tuple[str, ...], Path | None], Engine] = {}
     for one in wanted:
         if one.learns:
-            contestants.append(_Contestant(one, _with_drafters(base, one, one.n_max)))
+            contestants.append(_Contestant(one, _with_drafters(base, one, one.n_max, options)))
             continue
         if (one.types, one.draft) not in shared:
             same = [c for c in wanted if (c.types, c.draft) == (one.types, one.draft)]
             longest = max(c.n_max or 0 for c in same)
-            shared[one.types, one.draft] = _with_drafters(base, one, longest)
+            shared[one.types, one.draft] = _with_drafters(base, one, longest, options)
         contestants.append(_Contestant(one, _shortened(shared[one.types, one.draft], one.n_max)))
     return contestants
 
 
-def _with_drafters(base: Engine, one: Configuration, n_max: int | None) -> Engine:
+def _with_drafters(base: Engine, one: Configuration, n_max: int | None, options: Options) -> Engine:
     layer: dict[str, Any] = {"spec.types": one.types, "spec.draft.path": one.draft}
     if n_max is not None:
         layer["spec.draft.n_max"] = n_max
-    return base.with_spec(base.options.merge(layer).spec)
+    return base.with_spec(options.merge(layer).spec)
 
 
 def _shortened(engine: Engine, n_max: int | None) -> Engine:

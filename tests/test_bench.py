@@ -108,6 +108,15 @@ def test_times_and_ratios(report: Report) -> None:
     assert report.best.ratio == max(result.ratio for result in report.results)
 
 
+def test_synthetic_acceptance_leaves_plain_decoding_alone(folder: Path) -> None:
+    """A useless draft is accepted as often as asked; there is nothing to accept without one."""
+    layer: dict[str, Any] = {"bench__drafts": (folder / "dflash.gguf",), "bench__n_max": (1,)}
+    plain, one = run_bench(options(folder, spec__synth_len=2.0, **layer), PROMPTS[:1]).results
+    assert plain.acceptance_length == 1
+    assert one.per_position == (1.0,)
+    assert one.acceptance_length == 2
+
+
 def test_a_shortened_draft_is_the_draft_of_that_length(folder: Path) -> None:
     """Lengths share the weights of one draft; that must not change what is drafted."""
     both = run_bench(

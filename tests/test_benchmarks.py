@@ -12,8 +12,8 @@ import tiny
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "run.py"
 
 
-def test_without_the_peer(tmp_path: Path) -> None:
-    model = tiny.write_target(tmp_path / "t.gguf")
+def test_without_the_peer_and_without_drafts(tmp_path: Path) -> None:
+    model = tiny.write_target(tmp_path / "t.gguf", n_layer=5)
     draft = tmp_path / "none.gguf"
     words = [str(model), str(draft), "--rounds", "1", "--threads", "1"]
     result = subprocess.run(
@@ -31,3 +31,8 @@ def test_without_the_peer(tmp_path: Path) -> None:
     for key in ("load time, s", "prompt, tokens/s", "generation, tokens/s", "pass of 8, ms"):
         (number,) = rows[key]
         assert float(number) > 0
+    for name in ("draft-dflash", "draft-dspark", "draft-dflash2", "draft-lilicorr", "draft-eagle3"):
+        assert rows[name][0] == "7"
+    numbers = [float(word) for word in rows["draft-mtp"]]
+    assert len(numbers) == 7
+    assert all(number > 0 for number in numbers)
