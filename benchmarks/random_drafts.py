@@ -21,7 +21,8 @@ from specdec.train.shape import default_shape
 
 HEADS = ("draft-dflash", "draft-dspark", "draft-dflash2", "draft-lilicorr", "draft-eagle3")
 N_VOCAB = 8192
-"""Rows of a draft's own output matrix."""
+"""Rows of a draft's own output matrix: the last tokens, as the first ones are control tokens, which
+no verifier accepts at random."""
 TYPE = "Q4_0"
 """Block type of all matrices that it fits."""
 N_BLOCKS = 4096
@@ -46,7 +47,7 @@ def write_missing(folder: Path, target: GGUFFile, drafts: list[Path]) -> list[Pa
 def write_family(path: Path, target: GGUFFile, head: str) -> None:
     """A DFlash draft of two layers and blocks of eight tokens."""
     n_vocab = target.info("token_embd.weight").shape[0]
-    d2t = tuple(range(N_VOCAB)) if n_vocab > N_VOCAB else ()
+    d2t = tuple(range(n_vocab - N_VOCAB, n_vocab)) if n_vocab > N_VOCAB else ()
     shape = default_shape(target, head, d2t=d2t, mask_token=0)
     weights = fresh_weights(shape) | output_rows(target, shape)
     write_draft(path, target, shape, weights, ggml_type=TYPE)
@@ -79,7 +80,14 @@ def write_eagle3(path: Path, target: GGUFFile) -> None:
         "blk.0.ffn_up": (n_ff, n_embd),
         "blk.0.ffn_down": (n_embd, n_ff),
     }
-    _write(path, "eagle3", target, keys, shapes, d2t=np.arange(n_rows, dtype=np.int64))
+    _write(
+        path,
+        "eagle3",
+        target,
+        keys,
+        shapes,
+        d2t=np.arange(n_vocab - n_rows, n_vocab, dtype=np.int64),
+    )
 
 
 def write_mtp_target(path: Path, target: GGUFFile) -> None:
