@@ -181,6 +181,11 @@ class Target(nn.Module):
         block = self._layers[layer]
         return block.keys_values(block.attn_norm(hidden), rotary)
 
+    def rotary(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(cos, sin) of positions [T] int64 for every layer, each [T, n_rot / 2] float32."""
+        tables = [module(positions) for module in self._rotary]
+        return [tables[kind] for kind in self._rotary_of]
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The output matrix alone (no norm, no soft cap), [T, D] -> [T, V] float32."""
         if hasattr(self, "output"):
@@ -217,14 +222,14 @@ class Target(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(last hidden state [T, D], taps [T, n_taps, D]); commits ``rows.count`` rows."""
         positions = torch.arange(rows.start, rows.start + tokens.shape[0], device=tokens.device)
-        tables = [module(positions) for module in self._rotary]
+        rotary = self.rotary(positions)
         hidden = self.embed(tokens)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self.config.embedding_scale
         tapped = hidden.new_empty(tokens.shape[0], len(taps), self.config.n_embd)
         for index, layer in enumerate(self._layers):
             _store(tapped, taps, index, hidden)
-            hidden = layer(hidden, cache, index, tables[self._rotary_of[index]], rows)
+            hidden = layer(hidden, cache, index, rotary[index], rows)
         _store(tapped, taps, len(self._layers), hidden)
         if -1 in taps:
             _store(tapped, taps, -1, self.output_norm(hidden))
