@@ -1,8 +1,8 @@
 """Conversations in the target's own words: what a draft learns from.
 
-Prompts (`prompts.py`) are answered by the target, half of the time greedily, and written down as the
-token ids that the run time would see, with the ranges that the target wrote. The file grows line by
-line and is continued where it ends.
+Prompts (`prompts.py`) are answered by the target, half of the time greedily, and written down as
+the token ids that the run time would see, with the ranges that the target wrote. The file grows
+line by line and is continued where it ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -58,6 +58,8 @@ class DataOptions:
     """The user's own, answered first: greedily and sampled."""
     excluded: tuple[str, ...] = ()
     """Prompts to measure with; near copies are not trained on."""
+    unwanted: frozenset[int] = frozenset()
+    """Tokens that must not occur, such as the draft's mask: answers with one are dropped."""
     minutes: float | None = None
     n_tokens: int | None = None
     """Supervised tokens."""
@@ -355,7 +357,10 @@ class _Writer:
     def _go_on(self, text: Text) -> None:
         """The next stage of a sample whose text is finished."""
         sample: _Sample = text.request.tag
-        if any(token in self._control for token in text.tokens[:-1]):
+        unwanted = self._options.unwanted
+        if sample.stage != "answer":
+            unwanted |= self._control
+        if unwanted.intersection(text.tokens[:-1]):
             return
         if sample.stage == "prompt":
             words = sample.start.text + self._tokenizer.decode(text.tokens)
@@ -501,4 +506,3 @@ def _lane_count(target: Target, wanted: int, n_ctx: int, dtype: torch.dtype) -> 
     shapes = [target.cache_shape(i) for i in range(len(target.layers))]
     width = sum(s.n_head_kv * (s.head_dim + s.head_dim_v) for s in shapes)
     return max(2, min(wanted, LANE_BYTES // (width * n_ctx * dtype.itemsize)))
-

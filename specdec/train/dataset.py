@@ -1,9 +1,9 @@
-"""What a draft learns from, computed once: the target's states at every token of every conversation.
+"""What a draft learns from, computed once: the target's states at every token of the data.
 
 A teacher-forced pass in float32 stores, memory-mapped in ``WORK/features/``, the tapped layers, the
 normed final state that the output matrix reads, and the logarithm of the softmax's denominator over
-the whole vocabulary. ``progress.npz`` says how much of the files counts; it is replaced in one step,
-so that a pass broken off anywhere continues.
+the whole vocabulary. ``progress.npz`` says how much of the files counts; it is replaced in one
+step, so that a pass broken off anywhere continues.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def compute_features(
         raise SpecdecError(f"{path}: holds no conversations; generate some first")
     store = _Store.open(folder / FOLDER, target, taps, records)
     todo = records[store.n_conversations :]
-    store.check_space(sum(len(record.tokens) for record in todo))
     try:
+        store.check_space(sum(len(record.tokens) for record in todo))
         _read_all(target, taps, todo, store, progress, should_stop)
     finally:
         store.commit()
@@ -141,7 +141,11 @@ def _read_all(
         if progress is not None:
             n_old = store.n_conversations - index
             seconds_left = (n_left - n_done) / rate
-            progress(FeatureProgress(store.n_conversations, n_old + len(todo), n_done, rate, seconds_left))
+            progress(
+                FeatureProgress(
+                    store.n_conversations, n_old + len(todo), n_done, rate, seconds_left
+                )
+            )
 
 
 @torch.inference_mode()
@@ -376,8 +380,7 @@ class Dataset:
 
     def length(self, index: int) -> int:
         """Tokens of one conversation."""
-        rows = self._rows(index)
-        return rows.stop - rows.start
+        return int(self._offsets[index + 1] - self._offsets[index])
 
     def n_supervised(self, indices: Sequence[int]) -> int:
         """Supervised tokens of some conversations."""

@@ -1,9 +1,9 @@
 """Many texts at once from one target: continuous batching, for making training data.
 
-Every lane holds one text of its own length; a step reads one token of each. All but the attention is
-row-wise, so the target's own layers do it; attention runs over one cache of all lanes. A lane's text
-depends on its request alone: its random numbers are its own, and in float32 so are its numbers up to
-rounding.
+Every lane holds one text of its own length; a step reads one token of each. All but the attention
+is row-wise, so the target's own layers do it; attention runs over one cache of all lanes. A lane's
+text depends on its request alone: its random numbers are its own, and in float32 so are its numbers
+up to rounding.
 
 Lanes are kept in order of length, roughly: they all grow by one a step, and a new one goes to the
 end. Attention then runs group by group, each over no more rows than its longest lane has.
@@ -161,7 +161,7 @@ class Lanes:
         self._waiting = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            parts = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
+            parts = zip(*(torch.split(x, counts) for x in (q, k, v)), strict=True)
             mixed = []
             for lane, (query, key, value) in enumerate(parts, start=first):
                 n = query.shape[0]
@@ -180,12 +180,8 @@ class Lanes:
         if block.spec.has_sinks or 0 < block.spec.window < q.shape[0]:
             rows = Rows(0, q.shape[0], exact=False)
             return block.attend_causal(q, k.transpose(0, 1), v.transpose(0, 1), rows)
-        mixed = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
-            is_causal=True,
-            scale=1.0,
-            enable_gqa=True,
-        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
         return mixed[0].transpose(0, 1).flatten(1)
 
     def _read_last(self, n: int) -> Tensor:
@@ -221,7 +217,9 @@ class Lanes:
             ]
             return torch.cat(mixed)
 
-        hidden = self._run(torch.tensor([lane.text.tokens[-1] for lane in lanes]), positions, attend)
+        hidden = self._run(
+            torch.tensor([lane.text.tokens[-1] for lane in lanes]), positions, attend
+        )
         for lane in lanes:
             lane.length += 1
         return self._logits(hidden)
@@ -320,11 +318,13 @@ def pick_dtype(target: Target, n_rows: int = 64) -> torch.dtype:
             y[0, 0].item()
             best = min(best, time.perf_counter() - started)
         seconds[dtype] = best
-    return torch.bfloat16 if seconds[torch.bfloat16] * 1.2 < seconds[torch.float32] else torch.float32
+    return (
+        torch.bfloat16 if seconds[torch.bfloat16] * 1.2 < seconds[torch.float32] else torch.float32
+    )
 
 
 def _visible(positions: Tensor, n: int, window: int, dtype: torch.dtype) -> Tensor:
-    """What to add to scores [G, 1, 1, N]: 0 for keys that queries at positions [G] see, else -inf."""
+    """Added to scores, [G, 1, 1, N]: 0 for keys that queries at positions [G] see, else -inf."""
     keys, queries = torch.arange(n), positions[:, None]
     seen = keys <= queries
     if window:
@@ -342,7 +342,7 @@ def _attend(block: DecoderLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) 
         ]
         return torch.cat(mixed).flatten(1)
     # the heads that share keys are handed over as rows: their masks are the same
-    grouped = q.unflatten(1, (k.shape[1], -1))
+    grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
     mixed_heads = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=1.0)
     return mixed_heads.flatten(1)
 

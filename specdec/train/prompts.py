@@ -1,7 +1,7 @@
 """Where the questions of a draft's training data come from.
 
-The user's own come first. The rest the target writes itself: after its chat template up to the place
-where the user's text begins (Magpie, arXiv 2406.08464), most of them behind an opening from
+The user's own come first. The rest the target writes itself: after its chat template up to the
+place where the user's text begins (Magpie, arXiv 2406.08464), most of them behind an opening from
 `data/openings.txt`, because a small model alone asks about few things. Some openings are whole
 prompts, filled with words, numbers and pieces of the target's earlier answers.
 """
@@ -141,6 +141,8 @@ class PromptSource:
             filler = (others or choices)[0]
             if filler is None:
                 return None
+            if filler[0] in "aeiou" and parts[i - 1].endswith((" a ", "A ")):
+                parts[i - 1] = f"{parts[i - 1][:-1]}n "
             parts[i] = filler
         return "".join(parts)
 

@@ -1,0 +1,136 @@
+"""Conversations written by a target: ids as at run time, and a file that survives anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+
+from specdec.engine import Engine
+from specdec.errors import SpecdecError, UsageError
+from specdec.options import Options
+from specdec.train.conversations import (
+    FILE,
+    DataOptions,
+    Record,
+    RecordFile,
+    check_folder,
+    generate_data,
+    read_records,
+    repeated,
+)
+
+OPTIONS = DataOptions(prompts=("One two three?", "And four?"), n_tokens=60, n_lanes=2, n_ctx=512)
+OPTIONS = replace(OPTIONS, answer_limit=20)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path = tiny.write_target(tmp_path_factory.mktemp("conversations") / "target.gguf")
+    options = {"model.path": path, "model.kernels": "torch", "chat.template": "chatml"}
+    return Engine.load(Options().merge(options))
+
+
+def record(serial: int, tokens: list[int]) -> Record:
+    return Record(serial, f"prompt {serial}", "user", "user", True, False, 1.0, tokens, [[1, 3]])
+
+
+def test_the_users_prompts_are_answered_as_at_run_time(engine: Engine, tmp_path: Path) -> None:
+    done = generate_data(engine, tmp_path, OPTIONS)
+    records = list(read_records(tmp_path / FILE))
+    own = {(r.prompt, r.greedy): r for r in records if r.source == "user"}
+    assert set(own) == {(p, greedy) for p in OPTIONS.prompts for greedy in (True, False)}
+    assert done.n_tokens == sum(r.n_supervised for r in records) >= 60
+    greedy = own["One two three?", True]
+    (start, end), *_ = greedy.supervised
+    messages = [{"role": "user", "content": "One two three?"}]
+    assert greedy.tokens[:start] == engine.encode(messages, {})  # type: ignore[arg-type]
+    reply = engine.generate(messages, sampling__temp=0.0, generate__n_predict=20)  # type: ignore[arg-type]
+    assert len(greedy.tokens) == end
+    assert greedy.tokens[start:end] == reply.token_ids[: end - start]
+
+
+def test_a_stopped_generation_goes_on(engine: Engine, tmp_path: Path) -> None:
+    steps = iter(range(30))
+    generate_data(engine, tmp_path, OPTIONS, should_stop=lambda: next(steps, None) is None)
+    first = list(read_records(tmp_path / FILE))
+    assert first
+    done = generate_data(engine, tmp_path, OPTIONS)
+    both = list(read_records(tmp_path / FILE))
+    assert both[: len(first)] == first
+    assert len({r.serial for r in both}) == len(both)
+    assert done.fraction == 1
+    assert generate_data(engine, tmp_path, OPTIONS).n_conversations == len(both)
+
+
+def test_an_interrupt_keeps_what_is_there(engine: Engine, tmp_path: Path) -> None:
+    def interrupt() -> bool:
+        nonlocal steps
+        steps += 1
+        if steps > 18:
+            raise KeyboardInterrupt
+        return False
+
+    steps = 0
+    with pytest.raises(KeyboardInterrupt):
+        generate_data(engine, tmp_path, OPTIONS, should_stop=interrupt)
+    assert [r.n_supervised for r in read_records(tmp_path / FILE)]
+
+
+def test_self_written_prompts_need_no_user(engine: Engine, tmp_path: Path) -> None:
+    reports = []
+    options = replace(OPTIONS, prompts=(), n_tokens=100)
+    generate_data(engine, tmp_path, options, progress=reports.append)
+    records = list(read_records(tmp_path / FILE))
+    assert {r.source for r in records} <= {"opening", "model"}
+    assert len({r.prompt for r in records}) == len(records)
+    assert reports
+
+
+def test_a_budget_is_needed(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--minutes or --tokens"):
+        generate_data(engine, tmp_path, replace(OPTIONS, n_tokens=None))
+
+
+def test_a_folder_belongs_to_one_target(engine: Engine, tmp_path: Path) -> None:
+    check_folder(engine.target, tmp_path / "work")
+    check_folder(engine.target, tmp_path / "work")
+    path = tiny.write_target(tmp_path / "other.gguf", seed=1)
+    other = Engine.load(Options().merge({"model.path": path, "model.kernels": "torch"}))
+    with pytest.raises(UsageError, match="another target"):
+        check_folder(other.target, tmp_path / "work")
+
+
+def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    with RecordFile(path) as file:
+        file.append(record(0, [1, 2, 3]))
+        file.append(record(1, [4, 5, 6]))
+    path.write_bytes(path.read_bytes()[:-10])
+    with RecordFile(path) as file:
+        assert file.records == [record(0, [1, 2, 3])]
+        file.append(record(2, [7, 8, 9]))
+    assert [r.serial for r in read_records(path)] == [0, 2]
+    path.write_text(json.dumps({"serial": 1}) + "\n")
+    with pytest.raises(SpecdecError, match="line 1"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 0),
+        ([9] + [1] * 16, 0),
+        ([9] + [1] * 17, 16),
+        ([9, 8, *range(7), *range(7), *range(7)], 0),
+        ([9, 8, *range(7), *range(7), *range(7), *range(7)], 21),
+        ([*range(33)] * 4, 0),
+        ([*range(32)] * 4, 96),
+        ([], 0),
+    ],
+)
+def test_repeats(tokens: list[int], expected: int) -> None:
+    assert repeated(tokens) == expected
