@@ -90,7 +90,7 @@ class HyperTrunk(nn.Module, abc.ABC):
         visible = visible_keys(
             torch.full((n_slots,), start),
             torch.arange(start, start + n_slots),
-            start - begin,
+            (begin, start),
             n_slots,
             window=window,
             is_causal=self.config.is_causal,

@@ -75,7 +75,7 @@ class MistralLarge4Trunk(nn.Module):
         visible = visible_keys(
             torch.full((n_slots,), start),
             torch.arange(start, start + n_slots),
-            start - begin,
+            (begin, start),
             n_slots,
             window=self.spec.window,
             is_causal=self.config.is_causal,

@@ -123,7 +123,7 @@ class Trunk(nn.Module):
         """Runs len(starts) blocks of equal length, [T, D] one after the other.
 
         Block b begins at position ``starts[b]`` and sees the context before it, which begins at
-        position 0, and itself.
+        position 0, and itself. Of several blocks each sees only what lies before it.
         """
         n_slots = embeddings.shape[0] // len(starts)
         first = torch.tensor(starts)[:, None].expand(-1, n_slots).flatten()
@@ -131,11 +131,11 @@ class Trunk(nn.Module):
         rotary = self._angles(positions, embeddings.device)
         hidden = embeddings * self.config.embedding_scale
         for layer, held in zip(self._layers, context, strict=True):
-            seen = _within_window(held, starts, layer.spec.window)
+            begin, seen = _within_window(held, starts, layer.spec.window)
             visible = visible_keys(
                 first,
                 positions,
-                seen[0].shape[1],
+                (begin, begin + seen[0].shape[1]),
                 n_slots,
                 window=layer.spec.window,
                 is_causal=self.config.is_causal,
@@ -257,35 +257,37 @@ def block_attention(
 def visible_keys(
     first: Tensor,
     positions: Tensor,
-    n_context: int,
+    context: tuple[int, int],
     n_slots: int,
     *,
     window: int,
     is_causal: bool,
 ) -> Tensor | None:
-    """Keys that each of T queries sees, of the context and of its block, [T, n_context + n_slots].
+    """Keys that each of T queries sees, of N in the context and of its block, [T, N + n_slots].
 
-    ``first`` and ``positions`` [T] are where a query's block begins and where it stands; the
-    ``n_context`` keys end right before the last block. A window limits what lies before a query,
+    ``first`` and ``positions`` [T] are where a query's block begins and where it stands;
+    ``context`` is where the context's keys begin and end. A window limits what lies before a query,
     not what follows it. None = a single block sees everything.
     """
     if len(first) == n_slots and not is_causal and not window:
         return None
-    ends = int(first.max())
-    context = torch.arange(ends - n_context, ends).expand(len(positions), -1)
+    before = torch.arange(*context).expand(len(positions), -1)
     own = positions.view(-1, 1, n_slots).expand(-1, n_slots, -1).flatten(0, 1)
-    distance = positions[:, None] - torch.cat((context, own), dim=1)
-    visible = torch.cat((context < first[:, None], torch.ones_like(own, dtype=torch.bool)), dim=1)
+    distance = positions[:, None] - torch.cat((before, own), dim=1)
+    visible = torch.cat((before < first[:, None], torch.ones_like(own, dtype=torch.bool)), dim=1)
     if window:
         visible = visible & (distance < window)
     return visible & (distance >= 0) if is_causal else visible
 
 
-def _within_window(held: KeysValues, starts: Sequence[int], window: int) -> KeysValues:
-    """The part of a layer's context before the last block that some query can see."""
-    end = max(starts)
-    begin = max(0, min(starts) - window + 1) if window else 0
-    return held[0][:, begin:end], held[1][:, begin:end]
+def _within_window(
+    held: KeysValues, starts: Sequence[int], window: int
+) -> tuple[int, KeysValues]:
+    """The part of a layer's context that some query can see, and the position of its first key."""
+    if not window:
+        return 0, held
+    begin, end = max(0, min(starts) - window + 1), max(starts)
+    return begin, (held[0][:, begin:end], held[1][:, begin:end])
 
 
 def read_layer_specs(file: GGUFFile, config: DraftConfig) -> list[LayerSpec]:

@@ -162,17 +162,17 @@ def test_gradients_reach_every_weight_of_the_trunk(make: Make, head: str) -> Non
 def test_visible_keys() -> None:
     """A context of 6 keys, one block of 3 at position 6, window 3: nothing behind is hidden."""
     first, positions = torch.full((3,), 6), torch.tensor([6, 7, 8])
-    table = visible_keys(first, positions, 6, 3, window=3, is_causal=False)
+    table = visible_keys(first, positions, (0, 6), 3, window=3, is_causal=False)
     assert table is not None
     assert table.int().tolist() == [
         [0, 0, 0, 0, 1, 1, 1, 1, 1],
         [0, 0, 0, 0, 0, 1, 1, 1, 1],
         [0, 0, 0, 0, 0, 0, 1, 1, 1],
     ]
-    causal = visible_keys(first, positions, 2, 3, window=0, is_causal=True)
+    causal = visible_keys(first, positions, (4, 6), 3, window=0, is_causal=True)
     assert causal is not None
     assert causal.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert visible_keys(first, positions, 6, 3, window=0, is_causal=False) is None
+    assert visible_keys(first, positions, (0, 6), 3, window=0, is_causal=False) is None
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 6])
