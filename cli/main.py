@@ -64,6 +64,7 @@ COMMANDS: Mapping[str, Command] = {
     "bench": Command(
         "specdec_cli.bench", "bench", "Measures what speculation is worth on your prompts."
     ),
+    "train": Command("specdec_cli.train", "train", "Makes a draft that fits a target."),
 }
 """Sub-command -> where it lives. Only the one that is called is imported."""
 

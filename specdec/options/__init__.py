@@ -39,6 +39,7 @@ from specdec.options.spec import (
     NgramSimpleOptions,
     SpecOptions,
 )
+from specdec.options.train import TrainOptions
 
 __all__ = [
     "CACHE_TYPES",
@@ -68,6 +69,7 @@ __all__ = [
     "SpecOptions",
     "Switch",
     "TokenizeOptions",
+    "TrainOptions",
     "leaves",
 ]
 
@@ -87,6 +89,7 @@ class Options:
     inspect: InspectOptions = field(default_factory=InspectOptions)
     tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
     bench: BenchOptions = field(default_factory=BenchOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
 
     def merge(self, *layers: Mapping[str, Any]) -> Self:
         """A copy with the leaves of ``layers`` (dotted path -> value) set; later layers win.

@@ -36,9 +36,7 @@ class Alignment:
     @property
     def holds(self) -> bool:
         """Whether both agree and something was learned."""
-        return (
-            abs(self.in_training - self.at_run_time) <= TOLERANCE and self.in_training >= ENOUGH
-        )
+        return abs(self.in_training - self.at_run_time) <= TOLERANCE and self.in_training >= ENOUGH
 
 
 def require_alignment(student: Student, conversation: Conversation) -> Alignment:

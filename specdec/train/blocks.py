@@ -134,9 +134,7 @@ class Student:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(hidden [A, S, D], state [A, S, D], fused features [N, D]) of blocks at ``anchors``."""
         fused = self.trunk.fuse(padded(conversation.taps[: int(anchors.max())].float()))
-        context = [
-            (k.transpose(0, 1), v.transpose(0, 1)) for k, v in self.trunk.context(fused, 0)
-        ]
+        context = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in self.trunk.context(fused, 0)]
         n_slots = self.model.head.block_len(n_drafts)
         tokens = torch.full((len(anchors), n_slots), self.model.config.mask_token)
         tokens[:, 0] = conversation.tokens[anchors]
@@ -158,7 +156,8 @@ class Student:
         else:
             logits = self.target.lm_head(final)
         logits = self.target.softcap(logits[: len(conversation.tokens)])
-        return logits - conversation.log_z[:, None]
+        log_p: Tensor = logits - conversation.log_z[:, None]
+        return log_p
 
     @torch.no_grad()
     def accepted(self, conversation: Conversation, anchors: Tensor) -> list[int]:

@@ -27,6 +27,8 @@ Shapes = dict[str, tuple[int, ...]]
 FLOAT32_ONLY = ("conv_base", "slot_embedding.weight", "rank_embedding.weight", "conf_proj.weight")
 """Ends of the names of matrices that llama.cpp adds or multiplies element by element, and of one
 that is a single row."""
+SMALL = 0.1
+"""A draft of at most this share of its target's size may have five bits a weight."""
 STANDARD_DEVIATION = 0.02
 """Of the matrices of a fresh draft."""
 
@@ -237,6 +239,14 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def pick_outtype(wanted: str, weights: Mapping[str, Tensor], target: GGUFFile) -> str:
+    """The block type for "auto": Q5_0 where the draft stays small beside its target, else Q4_0."""
+    if wanted != "auto":
+        return wanted.upper()
+    n_values = sum(tensor.numel() for tensor in weights.values())
+    return "Q5_0" if n_values * 5.5 / 8 <= SMALL * target.n_bytes else "Q4_0"
 
 
 def pick_type(name: str, size: tuple[int, ...], ggml_type: str) -> str:

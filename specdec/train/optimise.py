@@ -10,16 +10,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.drafters.dflash.lilicorr import LiliCorrHead
 from specdec.errors import ModelFileError
-from specdec.train.blocks import Student, acceptance_rates, eligible_anchors, make_labels
+from specdec.train.blocks import Labels, Student, acceptance_rates, eligible_anchors, make_labels
 from specdec.train.dataset import Conversation
 from specdec.train.losses import loss_of, slot_weights
 from specdec.train.precision import fastest_dtype
@@ -72,34 +71,29 @@ class Report:
     """Share of these blocks in which at least 1, 2, ... tokens were right."""
 
 
-@dataclass(slots=True)
 class Trainer:
     """Trains ``student`` on ``conversations`` and measures it on ``held_out`` ones."""
 
-    student: Student
-    conversations: Sequence[Conversation]
-    held_out: Sequence[Conversation]
-    schedule: Schedule
-    checkpoint: Path | None = None
-    state: State = field(default_factory=State)
-    reports: list[Report] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._loss = loss_of(self.student.model.head.name)
-        self._parameters = self.student.parameters()
+    def __init__(
+        self,
+        student: Student,
+        conversations: Sequence[Conversation],
+        held_out: Sequence[Conversation],
+        schedule: Schedule,
+        checkpoint: Path | None = None,
+    ) -> None:
+        head = student.model.head
+        self.student, self.schedule, self.checkpoint = student, schedule, checkpoint
+        self.conversations, self.held_out = conversations, held_out
+        self.state = State()
+        self._loss = loss_of(head.name)
+        self._parameters = student.parameters()
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
         )
-        self._dtype = fastest_dtype(self.student.model.device)
-        self._gamma = max(1.0, self.student.model.config.block_size / 2)
-        self._always_full = isinstance(self.student.model.head, LiliCorrHead)
-
-    _loss: Any = field(init=False)
-    _parameters: list[torch.nn.Parameter] = field(init=False)
-    _optimizer: torch.optim.AdamW = field(init=False)
-    _dtype: torch.dtype = field(init=False)
-    _gamma: float = field(init=False)
-    _always_full: bool = field(init=False)
+        self._dtype = fastest_dtype(student.model.device)
+        self._gamma = max(1.0, student.model.config.block_size / 2)
+        self._always_full = isinstance(head, LiliCorrHead)
 
     @property
     def progress(self) -> float:
@@ -153,7 +147,7 @@ class Trainer:
         self._update()
         self._remember(loss, overlap / max(1, count), count)
 
-    def _pick_labels(self, conversation: Conversation, random: np.random.Generator) -> Any:
+    def _pick_labels(self, conversation: Conversation, random: np.random.Generator) -> Labels:
         """Random anchors of a conversation, with the labels of full or of shortened blocks."""
         eligible = eligible_anchors(conversation.supervised)
         count = min(self.schedule.n_anchors, len(eligible))
@@ -200,14 +194,12 @@ class Trainer:
             spread = eligible[:: max(1, len(eligible) // n_anchors)]
             lengths += self.student.accepted(conversation, spread)
         rates = acceptance_rates(lengths, self.student.n_drafts)
-        found = Report(
-            state=State(**{name: getattr(self.state, name) for name in State.__slots__}),
+        return Report(
+            state=replace(self.state),
             progress=self.progress,
             acceptance_length=1 + sum(rates),
             rates=tuple(rates),
         )
-        self.reports.append(found)
-        return found
 
     def save(self) -> None:
         """Writes a checkpoint that `restore` continues from; the old one stays until it is done."""
@@ -217,7 +209,7 @@ class Trainer:
         modules = self.student.trunk, self.student.model.head
         torch.save(
             {
-                "state": {name: getattr(self.state, name) for name in State.__slots__},
+                "state": asdict(self.state),
                 "modules": [module.state_dict() for module in modules],
                 "optimizer": self._optimizer.state_dict(),
             },

@@ -17,8 +17,10 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where it beats float32 clearly, which on CPUs depends on their instructions."""
     if device.type != "cpu":
         return torch.bfloat16
-    return torch.bfloat16 if _seconds(torch.bfloat16) < 0.7 * _seconds(torch.float32) else (
-        torch.float32
+    return (
+        torch.bfloat16
+        if _seconds(torch.bfloat16) < 0.7 * _seconds(torch.float32)
+        else (torch.float32)
     )
 
 

@@ -13,7 +13,7 @@ CONTROL = 3
 """`tokenizer.ggml.token_type` of control tokens."""
 N_TAPS = 5
 MARKOV_RANK = 64
-SELECTOR_RANK = 64
+SELECTOR_RANK = 32
 LILICORR_WIDTH = 192
 GROUP_SIZE = 16
 """Channels that share a kernel of the local convolution."""

@@ -280,9 +280,7 @@ def visible_keys(
     return visible & (distance >= 0) if is_causal else visible
 
 
-def _within_window(
-    held: KeysValues, starts: Sequence[int], window: int
-) -> tuple[int, KeysValues]:
+def _within_window(held: KeysValues, starts: Sequence[int], window: int) -> tuple[int, KeysValues]:
     """The part of a layer's context that some query can see, and the position of its first key."""
     if not window:
         return 0, held

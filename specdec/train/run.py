@@ -1,0 +1,342 @@
+"""`specdec train` from end to end: data, features, draft, check, training, measuring, file.
+
+Everything lives in a work folder: conversations and features serve every head, each head has a
+folder of its own with the file it began from and a checkpoint. Whatever is there is continued.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.bench import load_prompts
+from specdec.drafters.dflash.model import load
+from specdec.engine import Engine
+from specdec.errors import SpecdecError, UsageError
+from specdec.gguf_file import GGUFFile
+from specdec.options import Options, SpecOptions
+from specdec.resources import open_target
+from specdec.train.alignment import require_alignment
+from specdec.train.blocks import Student
+from specdec.train.calibrate import calibrate
+from specdec.train.conversations import DataOptions, DataProgress, generate_data
+from specdec.train.dataset import Conversation, Dataset, FeatureProgress, compute_features
+from specdec.train.draft_file import draft_metadata, pick_outtype, write_draft, write_fresh_draft
+from specdec.train.optimise import Report, Schedule, State, Trainer
+from specdec.train.precision import prepare_memory
+from specdec.train.shape import DraftShape, default_shape
+from specdec.train.vocabulary import coverage, pick_vocabulary, required_tokens
+from specdec.train.warm_start import start_from_target, start_from_trunk
+
+log = logging.getLogger(__name__)
+
+DATA_SHARE, TRAINING_SHARE = 0.3, 0.55
+"""Of the minutes; features, checks and measuring take the rest."""
+BLOCKS_PER_TOKEN = 2.5
+"""Length of a training whose data is given in tokens."""
+N_MEASURED = 16
+"""Held-out conversations that are measured every minute."""
+START, CHECKPOINT, RESULT = "start.gguf", "checkpoint.pt", "result.json"
+
+
+class Listener(Protocol):
+    """Whoever watches a training."""
+
+    def progress(self, stage: str, fraction: float, text: str) -> None:
+        """A stage is so far (0 to 1); may raise to end the run between two steps."""
+
+    def say(self, text: str) -> None:
+        """A line for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training made."""
+
+    path: Path
+    n_bytes: int
+    acceptance_length: float
+    """Teacher-forced: blocks at all positions of held-out replies, with the written weights."""
+
+
+def work_folder(options: Options) -> Path:
+    """Where a training keeps its things. Raises `UsageError` if that would mix two trainings."""
+    train = options.train
+    if train.output is None:
+        raise UsageError("--output is required; name the draft's file with -o")
+    if not train.output.absolute().parent.is_dir():
+        raise UsageError(f"--output: the folder of {train.output} does not exist; make it first")
+    if train.resume is not None:
+        if not train.resume.is_dir():
+            raise UsageError(
+                f"--resume: {train.resume} is not a folder; give one of an earlier run"
+            )
+        return train.resume
+    folder = train.output.with_name(train.output.stem + ".train")
+    if folder.exists():
+        raise UsageError(
+            f"{folder}: holds an earlier training; continue it with --resume {folder}, or remove it"
+        )
+    return folder
+
+
+def run_training(options: Options, listener: Listener) -> Trained:
+    """Trains what `TrainOptions` ask for and writes the file.
+
+    Raises `UsageError`, `UnsupportedError` and their kin; an interrupted run is continued by the
+    same call with ``resume``.
+    """
+    folder = work_folder(options)
+    with open_target(options) as file:
+        draft_shape(options, file)  # what cannot be trained is said before anything is loaded
+    prepare_memory()
+    plain = {"model.kernels": "torch", "model.warmup": False}
+    options = options.merge(plain, {"spec": SpecOptions()})
+    with Engine.load(options) as engine, open_target(options) as file:
+        return _Run(options, engine, file, folder, listener).run()
+
+
+def draft_shape(options: Options, file: GGUFFile, d2t: tuple[int, ...] = ()) -> DraftShape:
+    """The draft that the options ask for, with the map ``d2t``."""
+    train = options.train
+    shape = default_shape(
+        file,
+        f"draft-{train.head}",
+        n_layer=train.n_layer,
+        block_size=train.block_size,
+        mask_token=train.mask_token,
+        d2t=d2t,
+    )
+    return replace(shape, target_layers=train.taps) if train.taps else shape
+
+
+class _Run:
+    """One training."""
+
+    def __init__(
+        self, options: Options, engine: Engine, file: GGUFFile, folder: Path, listener: Listener
+    ) -> None:
+        self.options, self.train = options, options.train
+        self.engine, self.target, self.file = engine, engine.target, file
+        self.folder, self.listener = folder, listener
+        self.head_folder = folder / f"draft-{self.train.head}"
+
+    def run(self) -> Trained:
+        """All stages in order."""
+        shape = draft_shape(self.options, self.file)
+        self._make_data(shape)
+        dataset = Dataset.open(self.folder)
+        shape = self._choose_vocabulary(dataset)
+        self.head_folder.mkdir(exist_ok=True)
+        start = self._start_file(shape)
+        shape = _shape_of(start, shape)
+        held_out = _Part(dataset, dataset.held_out)
+        conversations = _Part(dataset, dataset.train)
+        if not len(conversations) or not len(held_out):
+            raise SpecdecError(
+                f"{self.folder}: {len(conversations)} conversations to train on and "
+                f"{len(held_out)} to measure with, expected some of both; give more --minutes"
+            )
+        self._check_alignment(start, conversations[0])
+        student = self._student(start)
+        trainer = self._trainer(student, conversations, held_out)
+        trainer.run(self._tell, self._report)
+        self._calibrate(student, held_out)
+        return self._write(shape, student, trainer, held_out)
+
+    # Data
+
+    def _make_data(self, shape: DraftShape) -> None:
+        train = self.train
+        data = DataOptions(
+            prompts=tuple(load_prompts(train.prompts)) if train.prompts else (),
+            excluded=tuple(load_prompts(train.excluded)) if train.excluded else (),
+            unwanted=frozenset({shape.mask_token}),
+            minutes=None if train.n_tokens else DATA_SHARE * train.minutes,
+            n_tokens=train.n_tokens or None,
+            seed=train.seed,
+        )
+
+        def heard(done: DataProgress) -> None:
+            self.listener.progress(
+                "data",
+                done.fraction,
+                f"{done.n_tokens} tokens, {done.tokens_per_second:.0f} tokens/s",
+            )
+
+        done = generate_data(self.engine, self.folder, data, progress=heard)
+        self.listener.say(
+            f"data: {done.n_conversations} conversations, {done.n_tokens} tokens by the target, "
+            f"{done.seconds / 60:.1f} minutes"
+        )
+
+        def read(done: FeatureProgress) -> None:
+            self.listener.progress(
+                "features",
+                done.n_done / done.n_conversations,
+                f"{done.tokens_per_second:.0f} tokens/s",
+            )
+
+        compute_features(self.target, self.folder, shape.target_layers, progress=read)
+
+    def _choose_vocabulary(self, dataset: Dataset) -> DraftShape:
+        required = required_tokens(self.engine.tokenizer)
+        counts = dataset.counts()
+        d2t = pick_vocabulary(counts, dataset.mass(), self.train.n_rows, required)
+        covered = coverage(dataset.counts(dataset.held_out), d2t)
+        self.listener.say(
+            f"vocabulary: {len(d2t) or len(counts)} tokens, {100 * covered:.1f} % of held-out text"
+        )
+        return draft_shape(self.options, self.file, d2t)
+
+    # The draft
+
+    def _start_file(self, shape: DraftShape) -> Path:
+        """The file that this head's training began from; written at the first time."""
+        path = self.head_folder / START
+        if not path.exists():
+            write_fresh_draft(path, self.file, shape, self.train.seed)
+        return path
+
+    def _student(self, start: Path, *, warm: bool = True) -> Student:
+        with GGUFFile.open(start) as file:
+            model = load(file, self.target, trainable=True)
+        start_from_target(model, self.target)
+        trunk = self._trained_trunk()
+        if warm and trunk:
+            start_from_trunk(model, trunk)
+            self.listener.say("start: the trunk of the plain DFlash draft in the work folder")
+        return Student(model, self.target)
+
+    def _trained_trunk(self) -> dict[str, Tensor]:
+        """The trunk of a plain draft that was trained in this folder; empty if there is none."""
+        path = self.folder / "draft-dflash" / CHECKPOINT
+        finished = self.folder / "draft-dflash" / RESULT
+        if self.train.head == "dflash" or not finished.exists() or not path.exists():
+            return {}
+        trunk: dict[str, Tensor] = torch.load(path, weights_only=True)["modules"][0]
+        return trunk
+
+    def _check_alignment(self, start: Path, conversation: Conversation) -> None:
+        found = require_alignment(self._student(start, warm=False), conversation)
+        self.listener.say(
+            f"check: a reply learned by heart is drafted alike in training and at run time "
+            f"({found.at_run_time:.2f} tokens a draft)"
+        )
+
+    def _trainer(self, student: Student, conversations: _Part, held_out: _Part) -> Trainer:
+        train = self.train
+        n_tokens = sum(conversations.n_supervised)
+        schedule = Schedule(
+            minutes=TRAINING_SHARE * train.minutes,
+            blocks=round(BLOCKS_PER_TOKEN * n_tokens) if train.n_tokens else 0,
+            learning_rate=train.learning_rate,
+            seed=train.seed,
+        )
+        measured = [held_out[i] for i in range(min(N_MEASURED, len(held_out)))]
+        checkpoint = self.head_folder / CHECKPOINT
+        trainer = Trainer(student, conversations, measured, schedule, checkpoint)
+        if trainer.restore():
+            self.listener.say(f"resumed: step {trainer.state.step} of {checkpoint}")
+        return trainer
+
+    def _tell(self, state: State, progress: float) -> None:
+        rate = state.blocks / max(state.seconds, 1e-9)
+        self.listener.progress(
+            "training", progress, f"step {state.step}, {rate:.0f} blocks/s, loss {state.loss:.3f}"
+        )
+
+    def _report(self, found: Report) -> None:
+        state = found.state
+        self.listener.say(
+            f"training: {100 * found.progress:.0f} %, step {state.step}, {state.blocks} blocks, "
+            f"loss {state.loss:.3f}, held-out acceptance {found.acceptance_length:.3f} "
+            f"({', '.join(f'{rate:.2f}' for rate in found.rates)})"
+        )
+
+    def _calibrate(self, student: Student, held_out: _Part) -> None:
+        found = calibrate(student, held_out)
+        if found is not None:
+            self.listener.say(
+                f"confidence: calibration error {found.before:.3f}, {found.after:.3f} after"
+            )
+
+    # The file
+
+    def _write(
+        self, shape: DraftShape, student: Student, trainer: Trainer, held_out: _Part
+    ) -> Trained:
+        path, model = self.train.output, student.model
+        assert path is not None
+        weights: dict[str, Tensor] = {}
+        for module in (student.trunk, model.vocabulary, model.head):
+            weights |= module.state_dict()
+        outtype = pick_outtype(self.train.outtype, weights, self.file)
+        write_draft(path, self.file, shape, weights, ggml_type=outtype)
+        with GGUFFile.open(path) as file:
+            written = load(file, self.target)
+        trainer.student = Student(written, self.target)
+        trainer.held_out = [held_out[i] for i in range(len(held_out))]
+        found = trainer.measure()
+        result = Trained(path, path.stat().st_size, found.acceptance_length)
+        self.listener.say(
+            f"{path}: {result.n_bytes / 1e6:.1f} MB, matrices {outtype}, held-out acceptance "
+            f"{found.acceptance_length:.3f} with these weights "
+            f"({', '.join(f'{rate:.2f}' for rate in found.rates)})"
+        )
+        summary = {
+            "head": self.train.head,
+            "steps": found.state.step,
+            "blocks": found.state.blocks,
+            "minutes": found.state.seconds / 60,
+            "acceptance_length": found.acceptance_length,
+            "rates": found.rates,
+        }
+        (self.head_folder / RESULT).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        return result
+
+
+class _Part(Sequence[Conversation]):
+    """Some conversations of a data set, those that have blocks, read when they are needed."""
+
+    def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
+        self._dataset = dataset
+        counts = {index: dataset.n_supervised([index]) for index in indices}
+        self._indices = [index for index in indices if counts[index] > 1]
+        self.n_supervised = [counts[index] for index in self._indices]
+        """Supervised tokens of each."""
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]
+        return self._dataset[self._indices[index]]
+
+
+def _shape_of(path: Path, wanted: DraftShape) -> DraftShape:
+    """``wanted`` with the vocabulary of the file that a training began from.
+
+    Raises `UsageError` if the file has other sizes than are asked for now.
+    """
+    with GGUFFile.open(path) as file:
+        for key, value in draft_metadata(wanted).items():
+            found = np.array(file.metadata.get(key))
+            if (
+                not np.allclose(found, value)
+                if isinstance(value, float)
+                else found.tolist() != value
+            ):
+                raise UsageError(
+                    f"{path}: the training in this folder has {key} = {found}, asked for is "
+                    f"{value}; use the same flags, or another folder"
+                )
+        d2t = tuple(file.load("d2t").tolist()) if "d2t" in file.tensors else ()
+    return replace(wanted, d2t=d2t)
