@@ -54,7 +54,7 @@ def bench(given: Given) -> None:
         prompts = [options.generate.prompt]
     elif options.bench.prompts is not None:
         prompts = load_prompts(options.bench.prompts)
-    with _progress() as progress:
+    with runs_progress() as progress:
         report = run_bench(_with_recommended(given, options), prompts, progress)
     command = winning_command(given, report.best)
     if options.bench.plot is not None:
@@ -75,7 +75,7 @@ def _with_recommended(given: Given, options: Options) -> Options:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def runs_progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr while runs are made, on a terminal only."""
     from rich.console import Console
     from rich.progress import Progress

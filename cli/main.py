@@ -65,6 +65,9 @@ COMMANDS: Mapping[str, Command] = {
         "specdec_cli.bench", "bench", "Measures what speculation is worth on your prompts."
     ),
     "train": Command("specdec_cli.train", "train", "Makes a draft that fits a target."),
+    "eval": Command(
+        "specdec_cli.evaluate", "evaluate", "Measures how much of its drafts a target accepts."
+    ),
 }
 """Sub-command -> where it lives. Only the one that is called is imported."""
 

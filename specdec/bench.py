@@ -88,6 +88,8 @@ class Result:
     """Speed relative to no speculation on the same prompt in the same pass; median."""
     cause: str | None
     """Why acceptance is low, if it is."""
+    by_prompt: tuple[tuple[int, int], ...] = ()
+    """(tokens emitted, target passes) for each prompt, summed over its runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +305,12 @@ def _shortened(engine: Engine, n_max: int | None) -> Engine:
 
 def _result(one: _Contestant, plain: _Contestant, n_prompts: int) -> Result:
     total = pooled(one.runs)
-    by_prompt = [pooled(one.runs[index::n_prompts]) for index in range(n_prompts)]
+    sums = [pooled(one.runs[index::n_prompts]) for index in range(n_prompts)]
+    by_prompt = tuple((each.emitted, each.rounds) for each in sums)
     return Result(
         configuration=one.configuration,
         acceptance_length=total.acceptance_length,
-        interval=bootstrap_interval([(each.emitted, each.rounds) for each in by_prompt]),
+        interval=bootstrap_interval(by_prompt),
         acceptance_rate=total.acceptance_rate,
         per_position=tuple(total.per_position),
         draft_ms=_per_round(one.runs, "draft_seconds"),
@@ -321,6 +324,7 @@ def _result(one: _Contestant, plain: _Contestant, n_prompts: int) -> Result:
             if its.generate_speed
         ),
         cause=explain(one.engine, total, used_template=one.used_template),
+        by_prompt=by_prompt,
     )
 
 

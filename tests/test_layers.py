@@ -47,6 +47,7 @@ LAYERS = {
     "hints": 6,
     "bench": 6,
     "train": 7,
+    "evaluation": 8,
 }
 """Top-level module or package of specdec -> layer; a module imports from its own layer or below."""
 MODULES = sorted((ROOT / "specdec").rglob("*.py"))

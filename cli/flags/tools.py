@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec_cli.flags import Flag, Panel
+from specdec_cli.flags import Flag, Panel, parse_float
 from specdec_cli.flags.spec import DRAFT, parse_types
 
 INSPECT = Panel(
@@ -136,4 +136,20 @@ REPLACED = ("spec.types", "spec.draft.path", "spec.draft.hf_repo", "spec.draft.n
 BENCH_DRAFT = Panel(
     DRAFT.title,
     tuple(flag for flag in DRAFT.flags if flag.path not in REPLACED and flag.kind != "preset"),
+)
+
+EVAL_LEFT_OUT = ("bench.plot", "generate.prompt", "bench.n_repetitions")
+
+EVAL = Panel(
+    "Evaluation",
+    (
+        *(flag for flag in BENCH.flags if flag.path not in EVAL_LEFT_OUT),
+        Flag(
+            "evaluate.temperatures",
+            ("--temps",),
+            "Temperatures to measure at, a comma list.",
+            parse=lambda text: tuple(parse_float(part) for part in text.split(",")),
+            metavar="T,T,...",
+        ),
+    ),
 )

@@ -39,7 +39,7 @@ from specdec.options.spec import (
     NgramSimpleOptions,
     SpecOptions,
 )
-from specdec.options.train import TrainOptions
+from specdec.options.train import EvaluateOptions, TrainOptions
 
 __all__ = [
     "CACHE_TYPES",
@@ -51,6 +51,7 @@ __all__ = [
     "ChatOptions",
     "DraftOptions",
     "DraftSampling",
+    "EvaluateOptions",
     "GenerateOptions",
     "InspectOptions",
     "Kernels",
@@ -90,6 +91,7 @@ class Options:
     tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
     bench: BenchOptions = field(default_factory=BenchOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    evaluate: EvaluateOptions = field(default_factory=EvaluateOptions)
 
     def merge(self, *layers: Mapping[str, Any]) -> Self:
         """A copy with the leaves of ``layers`` (dotted path -> value) set; later layers win.

@@ -56,3 +56,17 @@ class TrainOptions:
             len(set(self.taps)) == len(self.taps),
             f"--target-layers: expected different layers, got {list(self.taps)}",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """`specdec eval`: beyond what it shares with `specdec bench`."""
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """Each is measured by itself; 0 = greedy."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.temperatures) and min(self.temperatures) >= 0,
+            f"--temps: expected temperatures of at least 0, got {list(self.temperatures)}",
+        )
