@@ -8,6 +8,7 @@ line by line and is continued where it ends.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import random
@@ -23,7 +24,8 @@ from specdec.chat import Message
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
 from specdec.models.base import Target
-from specdec.train.lanes import End, Lanes, Request, Text, check_target, pick_dtype
+from specdec.train.lanes import End, Lanes, Request, Text, pick_dtype
+from specdec.train.packed import check_target
 from specdec.train.prompts import (
     Openings,
     PromptFilter,
@@ -279,7 +281,8 @@ class _Writer:
         dtype = pick_dtype(engine.target)
         n_ctx = min(options.n_ctx, engine.target.config.n_ctx_train or options.n_ctx)
         n_lanes = _lane_count(engine.target, options.n_lanes, n_ctx, dtype)
-        self._lanes = Lanes(engine.target, n_lanes, n_ctx, dtype=dtype)
+        prefix = _common_prefix(*(encode_chat(engine, [_user(text)]) for text in "a1"))
+        self._lanes = Lanes(engine.target, n_lanes, n_ctx, dtype=dtype, prefix=prefix)
         self._breaks = {
             id for id in range(self._tokenizer.n_vocab) if b"\n" in self._tokenizer.piece(id)
         }
@@ -380,7 +383,7 @@ class _Writer:
         has_text = start.text.endswith((":", "\n", '"'))
         tokens = self._tokenizer.encode_chat(user_turn(self._engine) + start.text)
         if not tokens:
-            tokens = encode_chat(self._engine, [{"role": "user", "content": ""}])
+            tokens = encode_chat(self._engine, [_user("")])
         limit = options.text_limit if has_text or start.kind == "code" else options.prompt_limit
         self._add(sample, tokens, limit, 1.0 if sample.serial % 2 else 0.7, start.text)
 
@@ -405,7 +408,7 @@ class _Writer:
             self._ask(sample, prompt)
 
     def _ask(self, sample: _Sample, prompt: str) -> None:
-        sample.messages = [{"role": "user", "content": prompt}]
+        sample.messages = [_user(prompt)]
         tokens = encode_chat(self._engine, sample.messages)
         if len(tokens) + self._options.answer_limit > self._lanes.n_ctx:
             if sample.start.source == "user":
@@ -415,7 +418,7 @@ class _Writer:
 
     def _ask_again(self, sample: _Sample, prompt: str) -> None:
         """Asks for the second answer; without a usable question the sample is finished."""
-        messages: list[Message] = [*sample.messages, {"role": "user", "content": prompt}]
+        messages: list[Message] = [*sample.messages, _user(prompt)]
         tokens = encode_chat(self._engine, messages)
         fits = len(tokens) + self._options.answer_limit <= self._lanes.n_ctx
         if fits and len(prompt.split()) > 1 and tokens[: len(sample.tokens)] == sample.tokens:
@@ -499,6 +502,15 @@ class _Writer:
         """Keeps pieces of an answer for later prompts."""
         for start, end in record.supervised:
             self._source.material.add(self._tokenizer.decode(record.tokens[start:end]))
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _common_prefix(left: list[int], right: list[int]) -> list[int]:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    return [token for token, _ in same]
 
 
 def _lane_count(target: Target, wanted: int, n_ctx: int, dtype: torch.dtype) -> int:

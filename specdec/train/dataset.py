@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ from torch import Tensor
 from specdec.errors import SpecdecError, UsageError
 from specdec.models.base import Target
 from specdec.train.conversations import FILE, Record, check_folder, fingerprint, read_records
-from specdec.train.lanes import check_target
+from specdec.train.packed import check_target, read_texts
 
 FOLDER = "features"
 HELD_OUT = 0.05
 """Share of the prompts that are kept from training."""
 COMMIT_SECONDS = 20.0
+BATCH_ROWS = 512
+"""Rows that are read together, unless one conversation has more."""
 HEAD_ROWS = 128
 """Rows whose logits over the whole vocabulary are held at once."""
 RESERVE = 2**28
@@ -101,10 +103,11 @@ def compute_features(
 ) -> None:
     """Reads the conversations in ``folder`` that have no features yet.
 
-    ``taps`` as for `Target.forward`. Features of other taps, of another target or of conversations
-    that have changed are thrown away. ``progress`` and ``should_stop`` are called after every
-    conversation; what is done stays, whatever ends the call. Raises `UsageError` for a folder of
-    another target and `SpecdecError` without conversations or space for them.
+    ``taps``: layers whose inputs are stored, 0 to n_layer - 1, as for `Target.forward`. Features of
+    other taps, of another target or of conversations that have changed are thrown away.
+    ``progress`` and ``should_stop`` are called every few conversations; what is done stays,
+    whatever ends the call. Raises `UsageError` for a folder of another target, `SpecdecError`
+    without conversations or without space for their features.
     """
     check_target(target)
     check_folder(target, folder)
@@ -131,50 +134,71 @@ def _read_all(
     should_stop: Callable[[], bool] | None,
 ) -> None:
     n_left, n_done = sum(len(record.tokens) for record in todo), 0
-    started = time.perf_counter()
-    for index, record in enumerate(todo, start=1):
+    n_all, started = store.n_conversations + len(todo), time.perf_counter()
+    for batch in _batches(todo):
         if should_stop is not None and should_stop():
             return
-        store.append(record, *read_conversation(target, record, taps))
-        n_done += len(record.tokens)
+        for record, states in zip(batch, read_conversations(target, batch, taps), strict=True):
+            store.append(record, states)
+            n_done += len(record.tokens)
         rate = n_done / (time.perf_counter() - started)
         if progress is not None:
-            n_old = store.n_conversations - index
             seconds_left = (n_left - n_done) / rate
-            progress(
-                FeatureProgress(
-                    store.n_conversations, n_old + len(todo), n_done, rate, seconds_left
-                )
-            )
+            progress(FeatureProgress(store.n_conversations, n_all, n_done, rate, seconds_left))
+
+
+def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:
+    """The records in order, some `BATCH_ROWS` tokens at a time."""
+    batch: list[Record] = []
+    for record in records:
+        if batch and sum(len(r.tokens) for r in (*batch, record)) > BATCH_ROWS:
+            yield batch
+            batch = []
+        batch.append(record)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one pass finds out about a conversation of S tokens."""
+
+    taps: Tensor
+    """[S, n_taps, D]."""
+    final: Tensor
+    """[S, D] float16."""
+    log_z: Tensor
+    """[S]."""
+    mass: Tensor
+    """[V] float64: the target's probability of every token, summed over where it wrote."""
 
 
 @torch.inference_mode()
-def read_conversation(
-    target: Target, record: Record, taps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(taps [S, n_taps, D], normed final state [S, D], log Z [S], mass [V] float64).
+def read_conversations(
+    target: Target, records: Sequence[Record], taps: Sequence[int]
+) -> list[States]:
+    """The target's states, computed together. log Z is that of ``final`` as it is stored."""
+    counts = [len(record.tokens) for record in records]
+    hidden, tapped = read_texts(target, [record.tokens for record in records], taps)
+    final = target.output_norm(hidden).half()
+    parts = zip(records, torch.split(tapped, counts), torch.split(final, counts), strict=True)
+    return [States(t, f, *_read_head(target, record, f)) for record, t, f in parts]
 
-    The mass is the target's probability of every token, summed over the places where the target
-    wrote. States are read by the width of what is stored, so that log Z belongs to ``final``.
-    """
-    tokens = torch.tensor(record.tokens, device=target.device)
-    cache = target.new_cache(len(record.tokens))
-    states = target.forward(tokens, cache, taps=(*taps, -1), logit_rows=0).hidden
-    assert states is not None
-    final = states[:, -1].half()
-    before = torch.zeros(tokens.shape[0], dtype=torch.bool, device=target.device)
+
+def _read_head(target: Target, record: Record, final: Tensor) -> tuple[Tensor, Tensor]:
+    """log Z [S] and mass [V] of final states [S, D]."""
+    before = torch.zeros(final.shape[0], dtype=torch.bool, device=final.device)
     for start, end in record.supervised:
         before[start - 1 : end - 1] = True
-    log_z = torch.empty(tokens.shape[0], device=target.device)
-    mass = torch.zeros(target.config.n_vocab, dtype=torch.float64, device=target.device)
-    for first in range(0, tokens.shape[0], HEAD_ROWS):
+    log_z = torch.empty(final.shape[0], device=final.device)
+    mass = torch.zeros(target.config.n_vocab, dtype=torch.float64, device=final.device)
+    for first in range(0, final.shape[0], HEAD_ROWS):
         rows = slice(first, first + HEAD_ROWS)
         logits = target.softcap(target.lm_head(final[rows].float()))
         log_z[rows] = logits.logsumexp(dim=-1)
-        if before[rows].any():
-            p = (logits[before[rows]] - log_z[rows][before[rows], None]).exp()
-            mass += p.sum(dim=0).double()
-    return states[:, :-1], final, log_z, mass
+        p = logits.sub_(log_z[rows, None]).exp_()
+        mass += (before[rows].float() @ p).double()
+    return log_z, mass
 
 
 def is_held_out(prompt: str) -> bool:
@@ -243,17 +267,15 @@ class _Store:
                 f"{max(free, 0) / 2**30:.1f} GiB are free; make room or give a folder elsewhere"
             )
 
-    def append(
-        self, record: Record, taps: Tensor, final: Tensor, log_z: Tensor, mass: Tensor
-    ) -> None:
-        """Adds a conversation; `read_conversation` makes its states."""
+    def append(self, record: Record, states: States) -> None:
+        """Adds a conversation."""
         supervised = np.zeros(len(record.tokens), dtype=bool)
         for start, end in record.supervised:
             supervised[start:end] = True
         values: dict[str, Array] = {
-            "taps": taps.bfloat16().view(torch.int16).cpu().numpy(),
-            "final": final.cpu().numpy(),
-            "log_z": log_z.cpu().numpy(),
+            "taps": states.taps.bfloat16().view(torch.int16).cpu().numpy(),
+            "final": states.final.cpu().numpy(),
+            "log_z": states.log_z.cpu().numpy(),
             "tokens": np.array(record.tokens, dtype=np.int32),
             "supervised": supervised,
         }
@@ -263,7 +285,7 @@ class _Store:
         self._offsets.append(self._offsets[-1] + len(record.tokens))
         self._held_out.append(is_held_out(record.prompt))
         if not self._held_out[-1]:
-            self._mass += mass.cpu().numpy()
+            self._mass += states.mass.cpu().numpy()
         if time.perf_counter() - self._committed > COMMIT_SECONDS:
             self.commit()
 

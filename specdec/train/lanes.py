@@ -1,9 +1,8 @@
 """Many texts at once from one target: continuous batching, for making training data.
 
-Every lane holds one text of its own length; a step reads one token of each. All but the attention
-is row-wise, so the target's own layers do it; attention runs over one cache of all lanes. A lane's
-text depends on its request alone: its random numbers are its own, and in float32 so are its numbers
-up to rounding.
+Every lane holds one text of its own length; a step reads one token of each, and the prompts of new
+ones. A lane's text depends on its request alone: its random numbers are its own, and in float32 so
+are its numbers up to rounding.
 
 Lanes are kept in order of length, roughly: they all grow by one a step, and a new one goes to the
 end. Attention then runs group by group, each over no more rows than its longest lane has.
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.errors import UnsupportedError, UsageError
+from specdec.errors import UsageError
 from specdec.models.base import Target
 from specdec.models.layers import DecoderLayer, attention
-from specdec.models.rows import Rows
+from specdec.train.packed import attend_text, check_target, run_rows
 
 GROUP = 16
 """Lanes that attend together."""
@@ -89,11 +88,12 @@ class Lanes:
         n_ctx: int,
         *,
         dtype: torch.dtype = torch.float32,
+        prefix: Sequence[int] = (),
     ) -> None:
         """``dtype`` is that of weights, activations and cache; other than float32 takes a copy.
 
-        Raises `UnsupportedError` for a target with recurrent or gated layers, and `UsageError` for
-        one on native kernels.
+        ``prefix`` is read once for all requests that begin with it. Raises what `check_target`
+        raises.
         """
         check_target(target)
         self.n_lanes, self.n_ctx, self.dtype = n_lanes, n_ctx, dtype
@@ -111,6 +111,7 @@ class Lanes:
             torch.zeros(n_lanes, s.n_head_kv, n_ctx, s.head_dim_v, dtype=dtype, device=device)
             for s in shapes
         ]
+        self._read_prefix(prefix)
 
     @property
     def n_free(self) -> int:
@@ -136,12 +137,13 @@ class Lanes:
     @torch.inference_mode()
     def step(self) -> list[Text]:
         """One token more for every text; the texts that are finished leave their lanes."""
-        n_old = len(self._lanes)
-        if self._waiting:
-            logits = self._read_prompts()
-            self._choose(self._lanes[n_old:], logits)
-        if n_old:
-            self._choose(self._lanes[:n_old], self._read_last(n_old))
+        old, new = self._lanes, self._start_waiting()
+        if not old and not new:
+            return []
+        passes = [part for part in (_Old(old), _New(len(old), new)) if part.n_rows]
+        logits = self._read(passes)
+        self._lanes = old + new
+        self._choose(self._lanes, logits)
         finished = [i for i, lane in enumerate(self._lanes) if lane.text.end is not None]
         texts = [self._lanes[i].text for i in finished]
         for i in reversed(finished):
@@ -150,106 +152,51 @@ class Lanes:
 
     # Passes of the target
 
-    def _read_prompts(self) -> Tensor:
-        """Reads the waiting prompts into new lanes, in one pass; logits [R, V] of their ends."""
-        first = len(self._lanes)
-        counts = [len(request.tokens) for request in self._waiting]
-        for request, count in zip(self._waiting, counts, strict=True):
-            self._lanes.append(_Lane(Text(request), random.Random(request.seed), count))
-        tokens = torch.tensor([token for r in self._waiting for token in r.tokens])
-        positions = torch.cat([torch.arange(count) for count in counts])
+    def _start_waiting(self) -> list[_Lane]:
+        """Lanes for the requests that wait; those that begin with the prefix have read it."""
+        lanes = []
+        for place, request in enumerate(self._waiting, start=len(self._lanes)):
+            n_known = len(self._prefix)
+            if len(request.tokens) <= n_known or [*request.tokens[:n_known]] != self._prefix:
+                n_known = 0
+            if n_known:
+                buffers = (*self._keys, *self._values)
+                for buffer, rows in zip(buffers, self._kept, strict=True):
+                    buffer[place, :, :n_known] = rows
+            lanes.append(_Lane(Text(request), random.Random(request.seed), n_known))
         self._waiting = []
+        return lanes
+
+    def _read(self, passes: Sequence[_Old | _New]) -> Tensor:
+        """Reads what is new in every lane, in one pass; logits [B, V] of the lanes' last rows."""
+        counts = [part.n_rows for part in passes]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            parts = zip(*(torch.split(x, counts) for x in (q, k, v)), strict=True)
-            mixed = []
-            for lane, (query, key, value) in enumerate(parts, start=first):
-                n = query.shape[0]
-                self._keys[layer][lane, :, :n] = key.transpose(0, 1)
-                self._values[layer][lane, :, :n] = value.transpose(0, 1)
-                mixed.append(self._attend_prompt(layer, query, key, value))
-            return torch.cat(mixed)
-
-        hidden = self._run(tokens, positions, attend)
-        ends = torch.tensor(counts).cumsum(0) - 1
-        return self._logits(hidden[ends.to(hidden.device)])
-
-    def _attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention [T, H * Dv] of a prompt, q [T, H, Dh] over k, v [T, Hkv, Dh]."""
-        block = self._target.layers[layer]
-        if block.spec.has_sinks or 0 < block.spec.window < q.shape[0]:
-            rows = Rows(0, q.shape[0], exact=False)
-            return block.attend_causal(q, k.transpose(0, 1), v.transpose(0, 1), rows)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
-        return mixed[0].transpose(0, 1).flatten(1)
-
-    def _read_last(self, n: int) -> Tensor:
-        """Reads the last token of each of the first ``n`` lanes; logits [n, V]."""
-        lanes = self._lanes[:n]
-        lengths = [lane.length for lane in lanes]
-        positions = torch.tensor(lengths)
-        index = torch.arange(n)
-        groups = [slice(first, min(first + GROUP, n)) for first in range(0, n, GROUP)]
-        longest = [max(lengths[group]) + 1 for group in groups]
-        masks: dict[int, list[Tensor]] = {}
-        device = self._target.device
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._keys[layer][index, :, positions] = k
-            self._values[layer][index, :, positions] = v
             block = self._target.layers[layer]
-            window = block.spec.window
-            if window not in masks:
-                masks[window] = [
-                    _visible(positions[group], rows, window, self.dtype).to(device)
-                    for group, rows in zip(groups, longest, strict=True)
-                ]
-            mixed = [
-                _attend(
-                    block,
-                    q[group],
-                    self._keys[layer][group, :, :rows],
-                    self._values[layer][group, :, :rows],
-                    mask,
-                )
-                for group, rows, mask in zip(groups, longest, masks[window], strict=True)
-            ]
-            return torch.cat(mixed)
+            cache = self._keys[layer], self._values[layer]
+            rows = zip(passes, *(torch.split(x, counts) for x in (q, k, v)), strict=True)
+            return torch.cat([part.attend(block, cache, *qkv) for part, *qkv in rows])
 
-        hidden = self._run(
-            torch.tensor([lane.text.tokens[-1] for lane in lanes]), positions, attend
-        )
-        for lane in lanes:
-            lane.length += 1
-        return self._logits(hidden)
-
-    def _run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """Last hidden states [T, D] of tokens [T] at positions [T]."""
-        target = self._target
-        rotary = target.rotary(positions.to(target.device))
-        rows = Rows(0, tokens.shape[0], exact=False)
-        hidden = target.embed(tokens.to(target.device))
-        if target.config.embedding_scale != 1.0:
-            hidden = hidden * target.config.embedding_scale
-        for index, layer in enumerate(target.layers):
-            x = layer.attn_norm(hidden)
-            q = layer.queries(x, rotary[index]).to(self.dtype)
-            k, v = layer.keys_values(x, rotary[index])
-            mixed = attend(index, q, k.to(self.dtype), v.to(self.dtype))
-            hidden = hidden + layer.project_attention(mixed)
-            x = getattr(layer, layer.spec.ffn_norm)(hidden)
-            hidden = layer.finish(hidden, layer.feed_forward(x, rows))
-        return hidden
-
-    def _logits(self, final: Tensor) -> Tensor:
+        tokens = torch.tensor([token for part in passes for token in part.tokens])
+        positions = torch.cat([part.positions for part in passes])
+        hidden, _ = run_rows(self._target, tokens, positions, attend)
+        parts = zip(passes, torch.split(hidden, counts), strict=True)
+        final = torch.cat([rows[part.last] for part, rows in parts])
+        for part in passes:
+            part.finish()
         target = self._target
         return target.softcap(target.lm_head(target.output_norm(final)))  # type: ignore[no-any-return]
+
+    def _read_prefix(self, prefix: Sequence[int]) -> None:
+        """Fills `_kept` with the keys and values of texts that begin with ``prefix``."""
+        self._prefix: list[int] = []
+        self._kept: list[Tensor] = []
+        if prefix:
+            self.add(Request([*prefix], 1, frozenset()))
+            self.step()
+            n = len(prefix)
+            self._kept = [rows[0, :, :n].clone() for rows in (*self._keys, *self._values)]
+            self._prefix = [*prefix]
 
     # Tokens
 
@@ -291,16 +238,111 @@ class Lanes:
         self._lanes.pop()
 
 
-def check_target(target: Target) -> None:
-    """Raises an error unless the target's layers can run in lanes."""
-    if target.is_row_invariant:
-        raise UsageError("training needs the target on torch kernels; give --kernels torch")
-    for layer in target.layers:
-        if layer.spec.cache_shape.state or type(layer).forward is not DecoderLayer.forward:
-            raise UnsupportedError(
-                f"training: {target.config.architecture} has recurrent or gated layers, which are "
-                "not supported; dense architectures are"
-            )
+@dataclass(slots=True)
+class _Old:
+    """One row of each lane that has a text already, from the first lane on."""
+
+    lanes: Sequence[_Lane]
+    positions: Tensor = field(init=False)
+    _groups: list[tuple[slice, int]] = field(init=False)
+    """Lanes that attend together, and how many rows of the cache they need."""
+    _masks: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths, n = [lane.length for lane in self.lanes], len(self.lanes)
+        self.positions = torch.tensor(lengths, dtype=torch.int64)
+        groups = [slice(first, min(first + GROUP, n)) for first in range(0, n, GROUP)]
+        self._groups = [(group, max(lengths[group]) + 1) for group in groups]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of this part of the pass."""
+        return len(self.lanes)
+
+    @property
+    def last(self) -> slice:
+        """The rows whose logits are wanted."""
+        return slice(None)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is read."""
+        return [lane.text.tokens[-1] for lane in self.lanes]
+
+    def attend(
+        self, block: DecoderLayer, cache: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Stores k and v in the cache and attends, [B, H * Dv]."""
+        lanes = torch.arange(self.n_rows)
+        cache[0][lanes, :, self.positions], cache[1][lanes, :, self.positions] = k, v
+        mixed = [
+            _attend_group(block, q[group], cache[0][group, :, :n], cache[1][group, :, :n], mask)
+            for (group, n), mask in zip(self._groups, self._visible(block, q), strict=True)
+        ]
+        return torch.cat(mixed)
+
+    def _visible(self, block: DecoderLayer, q: Tensor) -> list[Tensor]:
+        window = block.spec.window
+        if window not in self._masks:
+            self._masks[window] = [
+                _visible(self.positions[group], n, window, q.dtype).to(q.device)
+                for group, n in self._groups
+            ]
+        return self._masks[window]
+
+    def finish(self) -> None:
+        """Counts the rows as read."""
+        for lane in self.lanes:
+            lane.length += 1
+
+
+@dataclass(slots=True)
+class _New:
+    """The prompts of new lanes, as far as they have not been read."""
+
+    first: int
+    """Place of the first of them."""
+    lanes: Sequence[_Lane]
+    positions: Tensor = field(init=False)
+    last: Tensor = field(init=False)
+    """The rows whose logits are wanted."""
+    _counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        spans = [(lane.length, len(lane.text.request.tokens)) for lane in self.lanes]
+        self._counts = [end - start for start, end in spans]
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.positions = torch.cat([nothing, *(torch.arange(*span) for span in spans)])
+        self.last = torch.tensor(self._counts, dtype=torch.int64).cumsum(0) - 1
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of this part of the pass."""
+        return sum(self._counts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is read."""
+        return [t for lane in self.lanes for t in lane.text.request.tokens[lane.length :]]
+
+    def attend(
+        self, block: DecoderLayer, cache: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Stores k and v in the cache and attends, [T, H * Dv]."""
+        parts = zip(*(torch.split(x, self._counts) for x in (q, k, v)), strict=True)
+        mixed = []
+        for place, (lane, (query, *new)) in enumerate(zip(self.lanes, parts, strict=True)):
+            end = lane.length + query.shape[0]
+            for buffer, rows in zip(cache, new, strict=True):
+                buffer[self.first + place, :, lane.length : end] = rows.transpose(0, 1)
+            held = [buffer[self.first + place, :, :end] for buffer in cache]
+            mixed.append(attend_text(block, query, *held))
+        return torch.cat(mixed)
+
+    def finish(self) -> None:
+        """Counts the rows as read."""
+        for lane in self.lanes:
+            lane.length = len(lane.text.request.tokens)
 
 
 def pick_dtype(target: Target, n_rows: int = 64) -> torch.dtype:
@@ -332,7 +374,7 @@ def _visible(positions: Tensor, n: int, window: int, dtype: torch.dtype) -> Tens
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None]
 
 
-def _attend(block: DecoderLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _attend_group(block: DecoderLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention [G, H * Dv] of one query a lane, q [G, H, Dh], over k, v [G, Hkv, N, Dh]."""
     if block.spec.has_sinks:
         sinks = block.attn_sinks.weight
@@ -359,18 +401,20 @@ def _sample(logits: Tensor, lanes: Sequence[_Lane]) -> Tensor:
     top_p = torch.tensor([r.top_p for r in requests], device=device)
     p = (logits / temperature[:, None]).softmax(dim=-1)
     cumulated = p.cumsum(dim=-1)
-    tokens = p.argmax(dim=-1)
-    open_rows = list(range(len(lanes)))
+    tokens = torch.empty(len(lanes), dtype=torch.int64, device=device)
+    todo = torch.arange(len(lanes), device=device)
     for _ in range(MAX_DRAWS):
-        u = torch.tensor([lanes[i].random.random() for i in open_rows], device=device)
-        mine = torch.tensor(open_rows, device=device)
-        rows, sums = (p, cumulated) if len(open_rows) == len(lanes) else (p[mine], cumulated[mine])
-        drawn = torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)
-        drawn = drawn.clamp(max=p.shape[1] - 1)
-        above = (rows * (rows > rows.gather(1, drawn))).sum(dim=-1)
-        inside = above < top_p[mine]
-        tokens[mine[inside]] = drawn[inside, 0]
-        open_rows = mine[~inside].tolist()
-        if not open_rows:
-            break
+        u = torch.tensor([lanes[i].random.random() for i in todo.tolist()], device=device)
+        sums = cumulated if len(todo) == len(lanes) else cumulated[todo]
+        drawn = torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]
+        tokens[todo] = drawn = drawn.clamp(max=p.shape[1] - 1)
+        own = p[todo, drawn]
+        # likelier than all that the nucleus may leave out: inside without looking further
+        todo, own = todo[own <= 1 - top_p[todo]], own[own <= 1 - top_p[todo]]
+        rows = p[todo]
+        above = (rows * (rows > own[:, None])).sum(dim=-1)
+        todo = todo[above >= top_p[todo]]
+        if not len(todo):
+            return tokens
+    tokens[todo] = p[todo].argmax(dim=-1)
     return tokens

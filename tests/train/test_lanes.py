@@ -66,6 +66,9 @@ def test_greedy_text_is_that_of_plain_decoding(name: str) -> None:
     asked = prompts(5, target.config.n_vocab)
     lanes = Lanes(target, 3, 96)
     texts = drain(lanes, [Request(p, 24, NO_END, tag=i) for i, p in enumerate(asked)])
+    lanes = Lanes(target, 2, 96, prefix=asked[0][:-1])
+    (text,) = drain(lanes, [Request(asked[0], 24, NO_END, tag=0)])
+    assert text.tokens == texts[0].tokens
     assert [text.tokens for text in texts] == [plain(target, p, 24) for p in asked]
 
 
@@ -81,6 +84,14 @@ def test_refilled_lanes_and_groups_keep_texts_apart(target: Target) -> None:
     expected = [plain(target, p, limit) for p, limit in zip(asked, limits, strict=True)]
     assert [text.tokens for text in texts] == expected
     assert {text.end for text in texts} == {End.LENGTH}
+
+
+def test_a_common_prefix_is_read_once(target: Target) -> None:
+    prefix = [40, 41, 42, 43, 44]
+    asked = [prefix + p for p in prompts(5, 259)] + [prefix, prefix[:3], [7, 8]]
+    lanes = Lanes(target, 3, 96, prefix=prefix)
+    texts = drain(lanes, [Request(p, 12, NO_END, tag=i) for i, p in enumerate(asked)])
+    assert [text.tokens for text in texts] == [plain(target, p, 12) for p in asked]
 
 
 def test_sampled_text_depends_on_the_request_alone(target: Target) -> None:
