@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.bench import (
@@ -76,12 +76,9 @@ def run_evaluation(
     found: list[Evaluation] = []
     with tempfile.TemporaryDirectory() as folder:
         untrained = _write_untrained(options, Path(folder))
-        bench = replace(
-            options.bench,
-            types=options.bench.types + _missing(options),
-            drafts=(*options.bench.drafts, *untrained),
-        )
-        options = replace(options, bench=bench)
+        drafts = (*options.bench.drafts, *untrained)
+        options = options.merge({"bench.drafts": drafts})
+        options = options.merge({"bench.types": _with_baselines(options)})
         for index, temperature in enumerate(temperatures):
             done = _Shifted(progress, index, len(temperatures))
             run = options.merge({"sampling.temp": temperature})
@@ -101,12 +98,12 @@ class _Shifted:
             self._progress(self._index * total + done, self._n_runs * total)
 
 
-def _missing(options: Options) -> tuple[tuple[str, ...], ...]:
-    """The baselines, and the types of the drafts if the options name none."""
-    if options.bench.types:
-        return tuple(types for types in BASELINES if types not in options.bench.types)
-    own = tuple(dict.fromkeys(one.types for one in configurations(options)))
-    return own + BASELINES
+def _with_baselines(options: Options) -> tuple[tuple[str, ...], ...]:
+    """The types that are asked for, or those of the drafts, and the baselines."""
+    wanted = options.bench.types or tuple(
+        dict.fromkeys(one.types for one in configurations(options))
+    )
+    return wanted + tuple(types for types in BASELINES if types not in wanted)
 
 
 def _write_untrained(options: Options, folder: Path) -> tuple[Path, ...]:

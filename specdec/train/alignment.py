@@ -7,7 +7,7 @@ fresh pass of the target, must draft as much of it as training thinks it does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from specdec.train.optimise import Schedule, Trainer
 
 N_STEPS, N_ANCHORS, N_TOKENS = 100, 24, 64
 TOLERANCE = 0.02
+AGREEMENT = 0.8
+"""Share of a greedy reply's tokens that must be the teacher's best; a few are ties."""
 ENOUGH = 1.0
 """Accepted tokens a draft that the copy must reach; untrained drafts have about 0."""
 
@@ -32,37 +34,61 @@ class Alignment:
 
     in_training: float
     at_run_time: float
+    agreement: float
+    """Share of the reply's tokens, as far as the draft knows them, that are the teacher's best."""
 
     @property
     def holds(self) -> bool:
-        """Whether both agree and something was learned."""
-        return abs(self.in_training - self.at_run_time) <= TOLERANCE and self.in_training >= ENOUGH
+        """Whether all agree and something was learned."""
+        return (
+            abs(self.in_training - self.at_run_time) <= TOLERANCE
+            and self.in_training >= ENOUGH
+            and self.agreement >= AGREEMENT
+        )
 
 
-def require_alignment(student: Student, conversation: Conversation) -> Alignment:
-    """Teaches ``student`` a short reply, which spoils it, and compares. Raises `SpecdecError`."""
-    found = measure_alignment(student, conversation)
+def require_alignment(
+    student: Student, conversation: Conversation, learning_rate: float
+) -> Alignment:
+    """Teaches ``student`` a short greedy reply, which spoils it, and compares.
+
+    Raises `SpecdecError` if they disagree.
+    """
+    found = measure_alignment(student, conversation, learning_rate)
     if not found.holds:
         raise SpecdecError(
             f"training and run time disagree: of a reply learned by heart a draft has "
             f"{found.in_training:.2f} tokens right in training and {found.at_run_time:.2f} at run "
-            f"time, expected at least {ENOUGH:g} and a difference of at most {TOLERANCE:g}; "
+            f"time, expected at least {ENOUGH:g} and a difference of at most {TOLERANCE:g}; of "
+            f"its tokens {found.agreement:.0%} are the target's best, expected {AGREEMENT:.0%}; "
             "training would be in vain, please report this target"
         )
     return found
 
 
-def measure_alignment(student: Student, conversation: Conversation) -> Alignment:
+def measure_alignment(
+    student: Student, conversation: Conversation, learning_rate: float
+) -> Alignment:
     """See `require_alignment`."""
     short = shortened(conversation, N_TOKENS)
-    schedule = Schedule(minutes=0, blocks=N_STEPS * N_ANCHORS, n_conversations=1)
-    trainer = Trainer(student, [short], [], replace(schedule, n_anchors=N_ANCHORS))
+    schedule = Schedule(
+        minutes=0,
+        blocks=N_STEPS * N_ANCHORS,
+        learning_rate=learning_rate,
+        n_conversations=1,
+        n_anchors=N_ANCHORS,
+    )
+    trainer = Trainer(student, [short], [], schedule)
+    student.by_heart = True
     for _ in range(N_STEPS):
         trainer.step([short])
     anchors = eligible_anchors(short.supervised)
     trained = student.accepted(short, anchors)
     run = accepted_at_run_time(student, short, anchors)
-    return Alignment(sum(trained) / len(trained), sum(run) / len(run))
+    known = student.row_of[short.tokens[anchors + 1]]
+    best = student.teacher(short)[anchors].argmax(dim=-1)
+    agreement = (best == known)[known >= 0].float().mean()
+    return Alignment(sum(trained) / len(trained), sum(run) / len(run), float(agreement))
 
 
 def shortened(conversation: Conversation, n_tokens: int) -> Conversation:

@@ -25,6 +25,9 @@ from specdec.train.dataset import Conversation
 ROUND_UP = 64
 """Rows of contexts are padded to a multiple of this: fast kernels are made once for each shape."""
 
+UNLIKELY = -20.0
+"""Log-probability of a token that is not the text's, where the text is learned by heart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Labels:
@@ -95,6 +98,8 @@ class Student:
         self.target = target
         self.trunk: Trunk = model.trunk
         self.first_slot: int = getattr(model.head, "first_slot", 1)
+        self.by_heart = False
+        """Whether the text itself is learned in place of the target's distribution."""
         self.row_of = torch.arange(model.config.n_vocab)
         """[V] the row of each target token in the draft's vocabulary, -1 = none."""
         if model.vocabulary.d2t is not None:
@@ -120,13 +125,15 @@ class Student:
         drafting = slice(self.first_slot, self.first_slot + n_drafts)
         steps = torch.arange(n_drafts)
         positions = (anchors[:, None] + steps).clamp(max=len(conversation.tokens) - 1)
+        rows = self.row_of[labels.tokens]
+        teacher = self.teacher(conversation)[positions]
         return Blocks(
             labels=labels,
-            rows=self.row_of[labels.tokens],
+            rows=rows,
             hidden=hidden[:, drafting],
             state=state[:, drafting],
             anchor=fused[anchors - 1],
-            teacher=self.teacher(conversation)[positions],
+            teacher=_certain(teacher, rows) if self.by_heart else teacher,
         )
 
     def run_trunk(
@@ -182,6 +189,12 @@ class Student:
             right = (tokens == labels.tokens[index]) & labels.valid[index]
             lengths.append(int(right.cumprod(0).sum()))
         return lengths
+
+
+def _certain(teacher: Tensor, rows: Tensor) -> Tensor:
+    """Log-probabilities like ``teacher`` [..., VD] of which only those at ``rows`` [...] count."""
+    certain = torch.full_like(teacher, UNLIKELY)
+    return certain.scatter(-1, rows.clamp(min=0)[..., None], 0.0)
 
 
 def padded(rows: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ as a fast one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -133,9 +135,7 @@ class Trainer:
         total = sum(float(slot_weights(labels.valid, self._gamma).sum()) for _, labels in chosen)
         loss, overlap, count = 0.0, 0.0, 0
         for conversation, labels in chosen:
-            with torch.autocast(
-                self.student.model.device.type, self._dtype, self._dtype != torch.float32
-            ):
+            with _products_in(self._dtype, self.student.model.device):
                 blocks = self.student.run(conversation, labels)
                 slots = self._loss(self.student, blocks, self.progress)
             weights = slot_weights(labels.valid, self._gamma)
@@ -235,6 +235,15 @@ class Trainer:
                 "remove it to start again"
             ) from None
         return True
+
+
+@contextlib.contextmanager
+def _products_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Runs matrix products in ``dtype``."""
+    with warnings.catch_warnings(), torch.autocast(device.type, dtype, dtype != torch.float32):
+        # Norms have float32 weights whatever they are given; torch merely has no fused kernel.
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        yield
 
 
 def rate_factor(progress: float) -> float:

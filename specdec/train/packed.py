@@ -44,7 +44,8 @@ def run_rows(
 ) -> tuple[Tensor, Tensor]:
     """Last hidden states [T, D] and taps [T, n_taps, D] of tokens [T] at positions [T].
 
-    Layer inputs are the only taps, 0 ... n_layer - 1. All in the type of the weights.
+    Taps are layer inputs 0 ... n_layer - 1, or n_layer for what these return. All in the type of
+    the weights.
     """
     tokens, positions = tokens.to(target.device), positions.to(target.device)
     rotary = target.rotary(positions)
@@ -64,6 +65,9 @@ def run_rows(
         hidden = hidden + layer.project_attention(mixed)
         x = getattr(layer, layer.spec.ffn_norm)(hidden)
         hidden = layer.finish(hidden, layer.feed_forward(x, rows))
+    for slot, tap in enumerate(taps):
+        if tap == len(target.layers):
+            tapped[:, slot] = hidden
     return hidden, tapped
 
 

@@ -145,7 +145,7 @@ class _Run:
                 f"{self.folder}: {len(conversations)} conversations to train on and "
                 f"{len(held_out)} to measure with, expected some of both; give more --minutes"
             )
-        self._check_alignment(start, conversations[0])
+        self._check_alignment(start, dataset)
         student = self._student(start)
         trainer = self._trainer(student, conversations, held_out)
         trainer.run(self._tell, self._report)
@@ -225,8 +225,11 @@ class _Run:
         trunk: dict[str, Tensor] = torch.load(path, weights_only=True)["modules"][0]
         return trunk
 
-    def _check_alignment(self, start: Path, conversation: Conversation) -> None:
-        found = require_alignment(self._student(start, warm=False), conversation)
+    def _check_alignment(self, start: Path, dataset: Dataset) -> None:
+        greedy = [i for i, record in enumerate(dataset.records()) if record.greedy]
+        conversation = max((dataset[i] for i in greedy[:8]), key=lambda one: one.supervised.sum())
+        student = self._student(start, warm=False)
+        found = require_alignment(student, conversation, self.train.learning_rate)
         self.listener.say(
             f"check: a reply learned by heart is drafted alike in training and at run time "
             f"({found.at_run_time:.2f} tokens a draft)"

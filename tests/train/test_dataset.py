@@ -19,7 +19,7 @@ from specdec.models.base import Target
 from specdec.train.conversations import FILE, Record, RecordFile
 from specdec.train.dataset import Dataset, compute_features, is_held_out
 
-TAPS = (0, 1)
+TAPS = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")

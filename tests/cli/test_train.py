@@ -1,0 +1,117 @@
+"""`specdec train` and `specdec eval` from end to end on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from specdec.drafters.dflash import head_of
+from specdec.gguf_file import GGUFFile
+from specdec_cli.main import run
+
+Capture = pytest.CaptureFixture[str]
+WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and prompts to train with and to measure with."""
+    folder = tmp_path_factory.mktemp("train")
+    tiny.write_target(folder / "target.gguf")
+    prompts = [f"{a} {b} {c}?" for a in WORDS for b in WORDS[:5] for c in "ab"]
+    (folder / "prompts.txt").write_text("\n".join(prompts), encoding="utf-8")
+    kinds = [{"prompt": f"what is {word}", "category": word[0]} for word in WORDS[:4]]
+    (folder / "measure.jsonl").write_text("\n".join(map(json.dumps, kinds)), encoding="utf-8")
+    return folder
+
+
+def words(folder: Path, output: str, *more: str) -> list[str]:
+    sizes = "--tokens 1500 --block-size 4 --layers 1 --draft-vocab 0 --mask-token 0"
+    return [
+        *["train", "-m", str(folder / "target.gguf"), "-o", str(folder / output)],
+        *["--prompts", str(folder / "prompts.txt"), "--chat-template", "chatml"],
+        *sizes.split(),
+        *["--learning-rate", "1e-2"],
+        *more,
+    ]
+
+
+def test_two_heads_from_one_data_set_and_an_evaluation(folder: Path, capsys: Capture) -> None:
+    assert run(words(folder, "plain.gguf", "--head", "dflash")) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{folder / 'plain.gguf'}\n"
+    assert "check: a reply learned by heart is drafted alike" in err
+    work = folder / "plain.train"
+    assert run(words(folder, "again.gguf", "--head", "dflash")) == 0
+    assert run(words(folder, "again.gguf", "--head", "dflash")) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run(words(folder, "spark.gguf", "--head", "dspark", "--resume", str(work))) == 0
+    out, err = capsys.readouterr()
+    assert "start: the trunk of the plain DFlash draft" in err
+    assert "confidence: calibration error" in err
+    with GGUFFile.open(folder / "spark.gguf") as file:
+        assert head_of(file) == "draft-dspark"
+    _evaluate(folder, capsys)
+
+
+def _evaluate(folder: Path, capsys: Capture) -> None:
+    common = ["eval", "-m", str(folder / "target.gguf"), "-n", "12", "-c", "200"]
+    common += ["--prompts", str(folder / "measure.jsonl"), "--temps", "0,1"]
+    for draft in ("plain", "spark"):
+        common += ["-md", str(folder / f"{draft}.gguf")]
+    assert run([*common, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = {one["name"] for one in found}
+    assert {"none", "draft-dflash 3", "draft-dspark 3", "ngram-mod", "ngram-simple"} <= names
+    assert any("untrained" in name for name in names)
+    assert {one["temperature"] for one in found} == {0.0, 1.0}
+    plain = next(one for one in found if one["name"] == "none")
+    assert plain["acceptance_length"] == 1.0
+    assert set(plain["by_category"]) == {"o", "t", "f"}
+    assert run(common) == 0
+    out = capsys.readouterr().out
+    assert "temperature 1" in out
+    assert "untrained" in out
+
+
+def test_other_sizes_do_not_continue_a_training(folder: Path, capsys: Capture) -> None:
+    work = str(folder / "plain.train")
+    code = run(words(folder, "x.gguf", "--head", "dflash", "--resume", work, "--block-size", "6"))
+    assert code == 2
+    assert "block_size = 4, asked for is 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["train", "-o", "x.gguf"], "--model is required"),
+        (["train", "-m", "t.gguf"], "--output is required"),
+        (["train", "-m", "nowhere.gguf", "-o", "x.gguf"], "nowhere.gguf"),
+        (["train", "-m", "t.gguf", "-o", "no/x.gguf"], "the folder of no/x.gguf does not exist"),
+        (["train", "-m", "t.gguf", "-o", "x.gguf", "--resume", "none"], "none is not a folder"),
+        (["train", "-m", "t.gguf", "-o", "x.gguf", "--minutes", "0"], "--minutes"),
+        (["train", "-m", "t.gguf", "-o", "x.gguf", "--head", "eagle3"], "dflash"),
+        (["eval", "-m", "t.gguf"], "--prompts is required"),
+        (
+            ["eval", "-m", "t.gguf", "--prompts", "none.jsonl", "-md", "d.gguf"],
+            "d.gguf: no such file",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    more: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(more) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
