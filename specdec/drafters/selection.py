@@ -19,7 +19,7 @@ from specdec.drafters.mtp.validate import check_mtp
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
-from specdec.options import DFLASH_TYPES, SPEC_TYPES, Kernels, RopeOptions, SpecOptions
+from specdec.options import DFLASH_TYPES, SPEC_TYPES, Activations, Kernels, RopeOptions, SpecOptions
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ class DraftContext:
     rope: RopeOptions = field(default_factory=RopeOptions)
     """The user's overrides for the target, which its MTP layers share."""
     kernels: Kernels = "auto"
+    activations: Activations = "int8"
 
 
 def draft_type(file: GGUFFile) -> str:

@@ -21,10 +21,13 @@ from specdec.errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("matmul.cpp", "attention.cpp", "layer.cpp")
-HEADERS = ("vector.h", "matmul.h", "attention.h", "layer.h", "parallel.h")
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-shared")
-VARIANTS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
+SOURCES = ("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "layer.cpp")
+HEADERS = (
+    *("vector.h", "bytes.h", "formats.h", "activations.h"),
+    *("matmul.h", "attention.h", "layer.h", "parallel.h"),
+)
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+VARIANTS = (("-march=native",), ())
 """Further flags, tried in this order: not every compiler has every one."""
 TIMEOUT = 300.0
 

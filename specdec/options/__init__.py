@@ -25,7 +25,7 @@ from specdec.options.front import (
     Switch,
     TokenizeOptions,
 )
-from specdec.options.model import Kernels, ModelOptions, RopeOptions, RopeScaling
+from specdec.options.model import Activations, Kernels, ModelOptions, RopeOptions, RopeScaling
 from specdec.options.sampling import DEFAULT_SAMPLERS, RANDOM_SEED, SamplingOptions
 from specdec.options.spec import (
     DFLASH_TYPES,
@@ -41,6 +41,7 @@ from specdec.options.spec import (
 )
 
 __all__ = [
+    "Activations",
     "CACHE_TYPES",
     "DEFAULT_SAMPLERS",
     "DFLASH_TYPES",
