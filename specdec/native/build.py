@@ -26,7 +26,15 @@ HEADERS = (
     *("vector.h", "bytes.h", "formats.h", "activations.h"),
     *("matmul.h", "attention.h", "layer.h", "parallel.h"),
 )
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fno-fast-math",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
 VARIANTS = (("-march=native",), ())
 """Further flags, tried in this order: not every compiler has every one."""
 TIMEOUT = 300.0

@@ -132,9 +132,7 @@ class NativeLayer(nn.Module):
         """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if not float32."""
         return run_layers(self._library, [self], hidden, cache, layer, [rotary], rows)
 
-    def call(
-        self, cache: KVCache, layer: int, n: int, rotary: tuple[Tensor, Tensor]
-    ) -> LayerCall:
+    def call(self, cache: KVCache, layer: int, n: int, rotary: tuple[Tensor, Tensor]) -> LayerCall:
         """What the kernels are told about ``n`` rows; valid as long as cache and tables live."""
         cos, sin = rotary
         keys, values = cache.reserve(layer, n)
@@ -203,9 +201,7 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., cols] -> [..., rows]."""
-        out = self._library.multiply(
-            self._packed, x.reshape(-1, x.shape[-1]), self._activations
-        )
+        out = self._library.multiply(self._packed, x.reshape(-1, x.shape[-1]), self._activations)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 

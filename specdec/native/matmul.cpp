@@ -39,11 +39,11 @@ struct Int8Products {
         for (int t = 0; t < T; t++) sums[t] = broadcast_int(offset(rows[t][b], h));
         add_half<T>(block + Format::FACTORS, h, rows, b, sums);
         for (int t = 0; t < T; t++)
-          total[t] = fma(factors.scale[h] * broadcast(rows[t][b].scale), to_float(sums[t]), total[t]);
+          total[t] = total[t] + factors.scale[h] * broadcast(rows[t][b].scale) * to_float(sums[t]);
       }
       if (Format::HAS_MINIMUM)
         for (int t = 0; t < T; t++)
-          total[t] = fma(factors.minimum, broadcast(rows[t][b].sum), total[t]);
+          total[t] = total[t] + factors.minimum * broadcast(rows[t][b].sum);
     });
   }
 

@@ -41,12 +41,12 @@ from specdec.options.spec import (
 )
 
 __all__ = [
-    "Activations",
     "CACHE_TYPES",
     "DEFAULT_SAMPLERS",
     "DFLASH_TYPES",
     "RANDOM_SEED",
     "SPEC_TYPES",
+    "Activations",
     "BenchOptions",
     "ChatOptions",
     "DraftOptions",

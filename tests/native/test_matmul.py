@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
+from random_blocks import raw_rows
 from torch import Tensor
 
 from specdec import quant
@@ -15,8 +15,6 @@ from specdec.native.library import load_library
 from specdec.native.packing import GROUP, PACKED_TYPES, pack
 from specdec.options import Activations
 
-SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q3_K": (108,)}
-"""Where the float16 numbers of a block are, for formats that `gguf` cannot write."""
 PLAIN = ("F32", "F16", "BF16", "Q3_K")
 """Formats whose weights are kept as plain numbers; their activations stay as they are."""
 SIX_BIT_SCALES = ("Q4_K", "Q5_K")
@@ -31,31 +29,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def raw_rows(ggml_type: str, rows: int, cols: int) -> np.ndarray:
-    """Random rows of a format, [rows, bytes]."""
-    rng = np.random.default_rng(rows * cols)
-    if ggml_type not in SCALES:
-        values = rng.standard_normal((rows, cols)).astype(np.float32)
-        blocks = quants.quantize(values, GGMLQuantizationType[ggml_type])
-        return np.ascontiguousarray(blocks).view(np.uint8).reshape(rows, -1)
-    block_size, type_size = quant.block_layout(ggml_type)
-    raw = rng.integers(0, 256, (rows * cols // block_size, type_size), dtype=np.uint8)
-    for start in SCALES[ggml_type]:
-        factors = rng.uniform(-0.02, 0.02, (len(raw), 1)).astype(np.float16)
-        raw[:, start : start + 2] = factors.view(np.uint8)
-    return raw.reshape(rows, -1)
-
-
-def product(
-    ggml_type: str, raw: np.ndarray, x: Tensor, activations: Activations = "f32"
-) -> Tensor:
+def product(ggml_type: str, raw: np.ndarray, x: Tensor, activations: Activations = "f32") -> Tensor:
     packed = pack(torch.from_numpy(raw.copy()), ggml_type, x.shape[1])
     return load_library().multiply(packed, x, activations)
 
 
-def check(
-    ggml_type: str, rows: int, cols: int, n: int, activations: Activations = "f32"
-) -> None:
+def check(ggml_type: str, rows: int, cols: int, n: int, activations: Activations = "f32") -> None:
     raw = raw_rows(ggml_type, rows, cols)
     x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, cols))).float()
     weight = quant.dequantize(raw, ggml_type, (rows, cols)).double()
