@@ -17,7 +17,10 @@ from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from specdec.drafters.dflash.trunk import Backbone
+    from specdec.drafters.vocabulary import DraftVocabulary
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
     from specdec.models.layers import LayerSpec
@@ -56,19 +59,56 @@ def install(
     return True
 
 
+def pack_draft(
+    trunk: nn.Module,
+    vocabulary: DraftVocabulary,
+    head: nn.Module,
+    file: GGUFFile,
+    kernels: Kernels,
+    activations: Activations,
+    device: torch.device | str,
+) -> Backbone | None:
+    """A native trunk in place of ``trunk``, and native matrices in the modules beside it.
+
+    None if torch has to do it; see `install`. The modules are still on the meta device.
+    """
+    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
+        return None
+    from specdec.native import trunk as native
+    from specdec.native.layer import NativeLinear, Weights
+    from specdec.native.library import load_library
+
+    try:
+        if str(device) != "cpu":
+            raise UnsupportedError(f"native kernels: need the CPU, not {device}")
+        checked = native.check_trunk(trunk)
+        library = load_library()
+    except UnsupportedError as error:
+        if kernels == "native":
+            raise
+        log.info("%s; it runs on torch", error)
+        return None
+    weights = Weights(file, None)
+    if vocabulary.output is not None:
+        vocabulary.output = NativeLinear(library, weights.matrix("output.weight"), activations)
+    if hasattr(head, "markov_w2"):
+        head.markov_w2 = NativeLinear(library, weights.matrix("markov_w2.weight"), activations)
+    return native.NativeTrunk(library, checked, file, activations)
+
+
 def _check_supported(target: Target, device: torch.device | str) -> None:
     """Raises `UnsupportedError` unless every layer has a native form on this device."""
     from specdec.models.layers import DecoderLayer
 
     if str(device) != "cpu":
         raise UnsupportedError(f"native kernels: need the CPU, not {device}")
-    if not all(type(layer) is DecoderLayer and _knows(layer.spec) for layer in target.layers):
+    if not all(type(layer) is DecoderLayer and knows(layer.spec) for layer in target.layers):
         raise UnsupportedError(
             f"native kernels: {target.config.architecture} has layers that they do not know"
         )
 
 
-def _knows(spec: LayerSpec) -> bool:
+def knows(spec: LayerSpec) -> bool:
     """Whether everything that a layer does beyond the plain block has a kernel."""
     return all(
         field.name in KNOWN_FIELDS or getattr(spec, field.name) == field.default

@@ -93,10 +93,9 @@ void rotate(float* head, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-void attend(const LayerCall& call, int64_t end, int64_t head, const float* q, float* scores,
-            float* out) {
+void attend(const LayerCall& call, int64_t first, int64_t end, int64_t head, const float* q,
+            float* scores, float* out) {
   const Layer& layer = *call.layer;
-  const int64_t first = layer.window && end > layer.window ? end - layer.window : 0;
   const int64_t count = end - first;
   const int64_t kv = head / (layer.n_head / layer.n_head_kv);
   const float* keys = call.keys + (kv * call.capacity + first) * layer.head_dim;

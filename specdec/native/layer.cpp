@@ -85,6 +85,20 @@ class LayerPass {
 
   void start_row(int64_t t) const { norm_row(t, pass.hidden, layer.attn_norm); }
 
+  // Keys and values of rows that are the layer's input as they are; prepare_given() comes first.
+  void add_key_value_steps(Steps& steps) const {
+    steps.add(groups(layer.k) + (layer.shares_kv ? 0 : groups(layer.v)), [this](Range range, int) {
+      project_part(layer.k, given(), range, b.k, b.n_k);
+      if (!layer.shares_kv) project_part(layer.v, given(), range, b.v, b.n_v);
+    });
+    steps.add(pass.n * layer.n_head_kv, [this](Range range, int) {
+      for (int64_t item = range.first; item < range.last; item++)
+        write_key_value(item / layer.n_head_kv, item % layer.n_head_kv);
+    });
+  }
+
+  void prepare_given(Range blocks) const { given().prepare(blocks.first, blocks.last); }
+
  private:
   const Layer& layer;
   const LayerCall& call;
@@ -94,6 +108,7 @@ class LayerPass {
   Input input(const float* values, int64_t cols, float* kept) const {
     return {values, cols, pass.n, kept, layer.quantises != 0};
   }
+  Input given() const { return input(pass.hidden, layer.n_embd, b.kept); }
   Input normed() const { return input(b.x, layer.n_embd, b.kept); }
   Input mixed() const { return input(b.mixed, b.n_mixed, b.kept); }
   Input inner() const { return input(b.gate, layer.n_ff, b.inner_kept); }
@@ -111,16 +126,17 @@ class LayerPass {
 
   // Some of the groups of q, k and v, counted through.
   void project(Range range) const {
-    project_part(layer.q, range, b.q, b.n_q);
-    project_part(layer.k, range, b.k, b.n_k);
-    if (!layer.shares_kv) project_part(layer.v, range, b.v, b.n_v);
+    project_part(layer.q, normed(), range, b.q, b.n_q);
+    project_part(layer.k, normed(), range, b.k, b.n_k);
+    if (!layer.shares_kv) project_part(layer.v, normed(), range, b.v, b.n_v);
   }
 
   // The groups of `range` that are the matrix's; the rest of the range then counts from its end.
-  void project_part(const Matrix& matrix, Range& range, float* out, int64_t stride) const {
+  static void project_part(const Matrix& matrix, const Input& input, Range& range, float* out,
+                           int64_t stride) {
     const int64_t count = groups(matrix);
     if (range.first < count)
-      multiply(matrix, normed(), range.first, smallest_of(range.last, count), out, stride);
+      multiply(matrix, input, range.first, smallest_of(range.last, count), out, stride);
     range.first = largest_of(range.first - count, 0);
     range.last = largest_of(range.last - count, 0);
   }
@@ -162,8 +178,11 @@ class LayerPass {
 
   void attend_head(int64_t item, int thread) const {
     const int64_t t = item / layer.n_head, head = item % layer.n_head;
-    attend(call, pass.start + t + 1, head, b.q + t * b.n_q + head * layer.head_dim,
-           b.scores + thread * b.scores_stride, b.mixed + item * layer.head_dim_v);
+    const int64_t own_end = pass.start + t + 1;
+    const int64_t first = layer.window ? largest_of(own_end - layer.window, 0) : 0;
+    attend(call, first, pass.sees_block ? pass.start + pass.n : own_end, head,
+           b.q + t * b.n_q + head * layer.head_dim, b.scores + thread * b.scores_stride,
+           b.mixed + item * layer.head_dim_v);
   }
 
   void finish_attention(int64_t t) const {
@@ -230,6 +249,18 @@ void specdec_layers(const Pass* pass) {
   });
   for (size_t i = 0; i < layers.size(); i++)
     layers[i].add_steps(steps, i + 1 < layers.size() ? &layers[i + 1] : nullptr);
+  run_steps(std::move(steps));
+}
+
+// Keys and values of every layer from the same rows, which stay as they are. All layers have the same
+// width, so what is kept of the rows lies at one place for all of them.
+void specdec_keys_values(const Pass* pass) {
+  std::deque<LayerPass> layers;
+  for (int64_t i = 0; i < pass->n_layers; i++) layers.emplace_back(pass->calls[i], *pass);
+  Steps steps(static_cast<int>(pass->n_threads));
+  steps.add(pass->n * blocks_of(pass->calls[0].layer->n_embd),
+            [&](Range range, int) { layers[0].prepare_given(range); });
+  for (const LayerPass& layer : layers) layer.add_key_value_steps(steps);
   run_steps(std::move(steps));
 }
 

@@ -35,6 +35,7 @@ struct LayerCall {
 struct Pass {
   const LayerCall* calls;
   int64_t n_layers, n, start, n_threads;
+  int64_t sees_block;  // rows see the rows behind them, too
   float* hidden;   // [n, n_embd], replaced by the last layer's output
   float* scratch;  // specdec_scratch floats
 };

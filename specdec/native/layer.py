@@ -164,7 +164,7 @@ def run_layers(
     """
     n = hidden.shape[0]
     out = floats(hidden, (n, layers[0].spec.n_embd)).clone()
-    tables = {id(pair): tuple(_table(table, n) for table in pair) for pair in rotary}
+    tables = {id(pair): (_table(pair[0], n), _table(pair[1], n)) for pair in rotary}
     calls = [
         layer.call(cache, first + i, n, tables[id(pair)])
         for i, (layer, pair) in enumerate(zip(layers, rotary, strict=True))

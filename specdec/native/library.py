@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         ("calls", ctypes.POINTER(LayerCall)),
-        *((name, _INT) for name in ("n_layers", "n", "start", "n_threads")),
+        *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
         *((name, _POINTER) for name in ("hidden", "scratch")),
     )
 
@@ -86,8 +86,8 @@ class Library:
         self._scratch: Tensor | None = None
         lib.specdec_scratch.restype = _INT
         lib.specdec_scratch.argtypes = (_POINTER,)
-        lib.specdec_layers.restype = None
-        lib.specdec_layers.argtypes = (_POINTER,)
+        lib.specdec_layers.restype = lib.specdec_keys_values.restype = None
+        lib.specdec_layers.argtypes = lib.specdec_keys_values.argtypes = (_POINTER,)
         lib.specdec_multiply.restype = None
         lib.specdec_multiply.argtypes = (
             *(_POINTER, _POINTER, _INT, _INT),
@@ -133,18 +133,43 @@ class Library:
         self._lib.specdec_softcap(out.data_ptr(), out.numel(), cap)
         return out
 
-    def run_layers(self, calls: Sequence[LayerCall], hidden: Tensor, start: int) -> None:
+    def run_layers(
+        self,
+        calls: Sequence[LayerCall],
+        hidden: Tensor,
+        start: int,
+        *,
+        sees_block: bool = False,
+    ) -> None:
         """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
+
+        With ``sees_block`` a row sees those behind it, too. The caller has checked every size.
+        """
+        self._run(self._lib.specdec_layers, calls, hidden, start, sees_block)
+
+    def write_keys_values(self, calls: Sequence[LayerCall], rows: Tensor, start: int) -> None:
+        """Writes the keys and values that each layer makes of ``rows`` [T, D] at ``start`` ...
 
         The caller has checked every size.
         """
+        self._run(self._lib.specdec_keys_values, calls, rows, start, False)
+
+    def _run(
+        self,
+        function: Callable[..., None],
+        calls: Sequence[LayerCall],
+        rows: Tensor,
+        start: int,
+        sees_block: bool,
+    ) -> None:
         one = Pass(
             (LayerCall * len(calls))(*calls),
             len(calls),
-            hidden.shape[0],
+            rows.shape[0],
             start,
             torch.get_num_threads(),
-            hidden.data_ptr(),
+            sees_block,
+            rows.data_ptr(),
             None,
         )
         needed = self._lib.specdec_scratch(ctypes.byref(one))
@@ -152,7 +177,7 @@ class Library:
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed)
         one.scratch = scratch.data_ptr()
-        self._lib.specdec_layers(ctypes.byref(one))
+        function(ctypes.byref(one))
         self._scratch = scratch
 
 

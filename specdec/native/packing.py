@@ -103,7 +103,7 @@ def _pack_blocks(raw: Tensor, type_size: int, split: Splitter) -> Tensor:
     n_blocks = parts.quants.shape[0] // raw.shape[0]
     out = torch.empty(n_groups, n_blocks, n_header + n_sub * n_block, dtype=torch.uint8)
     _place(header, out[..., None, :n_header])
-    _place(blocks, out[..., n_header:].unflatten(-1, (n_sub, n_block)))
+    _place(blocks, torch.unflatten(out[..., n_header:], -1, (n_sub, n_block)))
     return out.flatten(1)
 
 
@@ -119,7 +119,8 @@ def _place(pieces: list[Tensor], out: Tensor) -> None:
         end = start + _bytes_of(piece)
         n_groups, n_blocks, n_sub, _ = out.shape
         elements = piece.reshape(n_groups, GROUP, n_blocks, n_sub, -1).permute(0, 2, 3, 4, 1)
-        out[..., start:end].view(piece.dtype).unflatten(-1, (-1, GROUP)).copy_(elements)
+        place = out[..., start:end].view(piece.dtype)
+        torch.unflatten(place, -1, (-1, GROUP)).copy_(elements)
         start = end
 
 
@@ -141,14 +142,15 @@ def _words(quants: Tensor) -> Tensor:
 
 def _five_bits(values: Tensor) -> Tensor:
     """Values [N, S, 32] below 32: a word of fifth bits, then nibbles."""
-    high = (values >> 4).unflatten(-1, (8, 4)) << torch.arange(8, dtype=torch.uint8)[:, None]
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = torch.unflatten(values >> 4, -1, (8, 4)) << places
     return torch.cat((_words(high.sum(-2, dtype=torch.uint8)), _nibbles(values)), dim=-1)
 
 
 def _six_bits(values: Tensor) -> Tensor:
     """Values [N, S, 32] below 64: two words of upper bits, then nibbles."""
     places = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
-    high = ((values >> 4).unflatten(-1, (2, 4, 4)) << places).sum(-2, dtype=torch.uint8)
+    high = (torch.unflatten(values >> 4, -1, (2, 4, 4)) << places).sum(-2, dtype=torch.uint8)
     return torch.cat((_words(high.flatten(-2)), _nibbles(values)), dim=-1)
 
 
@@ -204,7 +206,7 @@ def _k_header(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _q6_k(blocks: Tensor) -> Parts:
     low = quant.nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
     high = quant.bit_fields(blocks[:, 128:192].view(-1, 2, 32), 2).flatten(1)
-    scales = blocks[:, 192:208].unflatten(1, (8, 2))
+    scales = torch.unflatten(blocks[:, 192:208], 1, (8, 2))
     values = (low | (high << 4)).view(-1, 8, 32)
     return Parts((_half(blocks, 208),), (scales[..., 0], scales[..., 1]), _six_bits(values))
 
