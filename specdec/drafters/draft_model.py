@@ -136,7 +136,7 @@ def build(context: DraftContext) -> DraftModel:
     )
     return DraftModel(
         model,
-        context.spec.draft,
+        context.draft_options(),
         context.n_ctx,
         context.target.config.n_vocab,
         dtype_k=context.dtype_k,

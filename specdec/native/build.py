@@ -104,7 +104,7 @@ def _fingerprint(compiler: str) -> str:
         digest.update((FOLDER / name).read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT).stdout
     flags = _user_flags(), COMMON_FLAGS, VARIANTS
-    digest.update(repr((flags, compiler, version, _cpu_flags())).encode())
+    digest.update(repr((flags, compiler, version, processor())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -112,8 +112,8 @@ def _user_flags() -> list[str]:
     return shlex.split(os.environ.get("CXXFLAGS", ""))
 
 
-def _cpu_flags() -> str:
-    """What ``-march=native`` depends on: a cache may be shared between machines."""
+def processor() -> str:
+    """What this processor is and can do: a cache may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -28,6 +28,8 @@ from specdec.options.front import (
 from specdec.options.model import Activations, Kernels, ModelOptions, RopeOptions, RopeScaling
 from specdec.options.sampling import DEFAULT_SAMPLERS, RANDOM_SEED, SamplingOptions
 from specdec.options.spec import (
+    AUTO,
+    AUTO_LONGEST,
     DFLASH_TYPES,
     SPEC_TYPES,
     DraftOptions,
@@ -41,6 +43,8 @@ from specdec.options.spec import (
 )
 
 __all__ = [
+    "AUTO",
+    "AUTO_LONGEST",
     "CACHE_TYPES",
     "DEFAULT_SAMPLERS",
     "DFLASH_TYPES",

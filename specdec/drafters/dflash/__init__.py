@@ -75,7 +75,7 @@ def build(context: DraftContext) -> DFlashDrafter:
     )
     return DFlashDrafter(
         model,
-        options,
+        context.draft_options(model.head.n_max),
         context.n_ctx,
         dtype_k=context.dtype_k,
         dtype_v=context.dtype_v,
