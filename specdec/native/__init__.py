@@ -17,10 +17,7 @@ from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from specdec.drafters.dflash.trunk import Backbone
-    from specdec.drafters.vocabulary import DraftVocabulary
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
     from specdec.models.layers import LayerSpec
@@ -57,43 +54,6 @@ def install(
         log.info("%s; running on torch", error)
         return False
     return True
-
-
-def pack_draft(
-    trunk: nn.Module,
-    vocabulary: DraftVocabulary,
-    head: nn.Module,
-    file: GGUFFile,
-    kernels: Kernels,
-    activations: Activations,
-    device: torch.device | str,
-) -> Backbone | None:
-    """A native trunk in place of ``trunk``, and native matrices in the modules beside it.
-
-    None if torch has to do it; see `install`. The modules are still on the meta device.
-    """
-    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
-        return None
-    from specdec.native import trunk as native
-    from specdec.native.layer import NativeLinear, Weights
-    from specdec.native.library import load_library
-
-    try:
-        if str(device) != "cpu":
-            raise UnsupportedError(f"native kernels: need the CPU, not {device}")
-        checked = native.check_trunk(trunk)
-        library = load_library()
-    except UnsupportedError as error:
-        if kernels == "native":
-            raise
-        log.info("%s; it runs on torch", error)
-        return None
-    weights = Weights(file, None)
-    if vocabulary.output is not None:
-        vocabulary.output = NativeLinear(library, weights.matrix("output.weight"), activations)
-    if hasattr(head, "markov_w2"):
-        head.markov_w2 = NativeLinear(library, weights.matrix("markov_w2.weight"), activations)
-    return native.NativeTrunk(library, checked, file, activations)
 
 
 def _check_supported(target: Target, device: torch.device | str) -> None:

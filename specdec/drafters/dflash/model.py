@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdec import native
 from specdec.drafters.dflash import BACKBONES, HEADS, backbone_of, head_of
 from specdec.drafters.dflash.config import DraftConfig, read_config
 from specdec.drafters.dflash.head import DraftHead
+from specdec.drafters.dflash.native_trunk import pack_draft
 from specdec.drafters.dflash.trunk import Backbone
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
@@ -60,7 +60,7 @@ def load(
     ignored = (*IGNORED, *scales)
     check_names(modules, file, ignored=ignored)
     if not trainable and not scales:
-        packed = native.pack_draft(trunk, vocabulary, head, file, kernels, activations, device)
+        packed = pack_draft(trunk, vocabulary, head, file, kernels, activations, device)
         if packed is not None:
             trunk, modules = packed, [vocabulary, head]
             ignored = (*ignored, *file.tensors)

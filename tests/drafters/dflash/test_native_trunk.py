@@ -15,13 +15,13 @@ from torch import Tensor
 
 from specdec.drafters.dflash.drafter import DFlashDrafter
 from specdec.drafters.dflash.model import DFlashModel, load
+from specdec.drafters.dflash.native_trunk import NativeTrunk
 from specdec.drafters.dflash.trunk import Trunk
 from specdec.errors import UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import load_target
 from specdec.models.base import Target
-from specdec.native.trunk import NativeTrunk
 from specdec.options import DraftOptions, Kernels, SamplingOptions
 
 N_EMBD, N_TAPS = 32, 2
