@@ -215,6 +215,9 @@ def statistics_lines(statistics: Statistics, verbosity: int) -> list[str]:
             f"({statistics.emitted} tokens in {statistics.rounds} passes)"
         )
         lines.append("acceptance per position = " + _rates(statistics.per_position))
+    if statistics.chose_lengths and verbosity >= 3:
+        counts = [f"{k} in {n}" for k, n in sorted(statistics.lengths.items())]
+        lines.append(f"draft lengths chosen = {', '.join(counts)} rounds")
     if verbosity < 4:
         return lines
     for name, one in statistics.drafters.items():

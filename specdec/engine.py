@@ -121,6 +121,7 @@ class Engine:
                 file,
                 rope=options.model.rope,
                 kernels=_kernels(options),
+                activations=options.model.activations,
                 device=pick_device(options.model),
                 check_tensors=options.model.check_tensors,
             )
@@ -345,6 +346,7 @@ def _draft_context(
         device=pick_device(options.model, draft),
         rope=options.model.rope,
         kernels=options.model.kernels,
+        activations=options.model.activations,
     )
 
 

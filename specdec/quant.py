@@ -151,15 +151,21 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
     out.mul_(_halves(blocks, 0))
 
 
-def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of the 8 sub-blocks of Q4_K and Q5_K, both float32 [N, 8, 1].
+def k_integers(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of the 8 sub-blocks of Q4_K and Q5_K as 6-bit numbers, uint8 [N, 8].
 
-    Twelve bytes hold 6-bit numbers: the first four of each kind whole, the other four as a nibble
-    plus two bits above the whole ones (ggml: get_scale_min_k4).
+    Twelve bytes hold them: the first four of each kind whole, the other four as a nibble plus two
+    bits above the whole ones (ggml: get_scale_min_k4).
     """
     first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
     mins = torch.cat((second & 63, (mixed >> 4) | ((second >> 2) & 48)), dim=1)
+    return scales, mins
+
+
+def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of the 8 sub-blocks of Q4_K and Q5_K, both float32 [N, 8, 1]."""
+    scales, mins = k_integers(blocks)
     return (
         (scales * _halves(blocks, 0)).unsqueeze(2),
         (mins * _halves(blocks, 2)).unsqueeze(2),

@@ -49,6 +49,10 @@ class Statistics:
     verify_seconds: float = 0.0
     observe_seconds: float = 0.0
     drafters: dict[str, DrafterStatistics] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Draft length -> rounds with it."""
+    chose_lengths: bool = False
+    """Whether some of them were chosen from measured costs."""
 
     def add(self, done: Round) -> None:
         """Counts one round. Accepted tokens that a limit cut off do not count."""
@@ -59,12 +63,15 @@ class Statistics:
         self.target_seconds += done.times.target
         self.verify_seconds += done.times.verify
         self.observe_seconds += done.times.observe
-        if not done.draft.tokens:
+        length = len(done.draft.tokens)
+        self.lengths[length] = self.lengths.get(length, 0) + 1
+        self.chose_lengths |= done.draft.end == "auto"
+        if not length:
             return
         mine = self.drafters.setdefault(done.draft.drafter, DrafterStatistics())
         mine.drafts += 1
         mine.drafts_accepted += accepted > 0
-        mine.drafted += len(done.draft.tokens)
+        mine.drafted += length
         mine.accepted += accepted
         mine.draft_seconds += done.times.draft
         mine.accepted_at += [0] * (accepted - len(mine.accepted_at))
@@ -151,6 +158,7 @@ class Statistics:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "per_position": self.per_position,
+            "lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
             "drafters": {
                 name: {
                     "drafts": one.drafts,

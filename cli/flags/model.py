@@ -105,6 +105,11 @@ MODEL = Panel(
             "auto, native (packed weights, CPU) or torch; auto = native where it can.",
         ),
         Flag(
+            "model.activations",
+            ("--activations",),
+            "int8 or f32: what native kernels multiply quantised weights with.",
+        ),
+        Flag(
             "model.device",
             ("--device", "-dev"),
             "cpu, cuda, cuda:N, mps or none; the best one if not given.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from specdec.errors import unknown_name
 from specdec.options import SPEC_TYPES
 from specdec_cli.flags import Flag, Panel, parse_float
+from specdec_cli.flags.values import draft_length
 
 
 def parse_types(text: str) -> tuple[str, ...]:
@@ -59,8 +60,10 @@ DRAFT = Panel(
         Flag(
             "spec.draft.n_max",
             ("--spec-draft-n-max",),
-            "Longest draft, in tokens.",
+            "Longest draft, in tokens; auto = whatever is fastest, from measured costs.",
             "LLAMA_ARG_SPEC_DRAFT_N_MAX",
+            parse=draft_length,
+            metavar="N|auto",
         ),
         Flag(
             "spec.draft.n_min",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.options import AUTO
 from specdec_cli.flags import Parse, parse_bool, parse_choice, parse_float, parse_int
 
 
@@ -23,6 +24,13 @@ def integer(low: int | None = None, high: int | None = None) -> Parse:
         return value
 
     return parse
+
+
+def draft_length(text: str) -> int:
+    """A whole number, or auto."""
+    if text != "auto" and parse_int(text) < 0:
+        raise ValueError(f"'{text}' is neither auto nor a number of tokens")
+    return AUTO if text == "auto" else parse_int(text)
 
 
 def one_of(*choices: str) -> Parse:

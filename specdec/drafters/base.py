@@ -41,7 +41,7 @@ class Draft:
     q: Candidates | None = None
     """None: a deterministic draft, verified by matching."""
     end: str = "none"
-    """Why it is not longer: `n_max`, `room`, `p_min`, `n_min`, `no match` or `none`."""
+    """Why it is not longer: `n_max`, `auto`, `room`, `p_min`, `n_min`, `no match` or `none`."""
     drafter: str = ""
     """The spec type that made it; filled in by `FirstOf`."""
 

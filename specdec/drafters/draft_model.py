@@ -128,10 +128,15 @@ def build(context: DraftContext) -> DraftModel:
     assert context.draft_file is not None
     options = context.spec.draft
     kernels = pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v)
-    model = load_target(context.draft_file, device=context.device, kernels=kernels)
+    model = load_target(
+        context.draft_file,
+        device=context.device,
+        kernels=kernels,
+        activations=context.activations,
+    )
     return DraftModel(
         model,
-        context.spec.draft,
+        context.draft_options(),
         context.n_ctx,
         context.target.config.n_vocab,
         dtype_k=context.dtype_k,

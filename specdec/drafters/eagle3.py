@@ -303,7 +303,7 @@ def build(context: DraftContext) -> Eagle3Drafter:
     assert context.draft_file is not None
     return Eagle3Drafter(
         load(context.draft_file, context.target, context.device),
-        context.spec.draft,
+        context.draft_options(),
         context.n_ctx,
         dtype_k=context.dtype_k,
         dtype_v=context.dtype_v,

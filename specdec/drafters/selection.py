@@ -7,7 +7,7 @@ weights are read. Reference: llama.cpp's `common/speculative.cpp` and `common/ar
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specdec.drafters import DRAFTERS
@@ -19,12 +19,22 @@ from specdec.drafters.mtp.validate import check_mtp
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
-from specdec.options import DFLASH_TYPES, SPEC_TYPES, Kernels, RopeOptions, SpecOptions
+from specdec.options import (
+    AUTO,
+    AUTO_LONGEST,
+    DFLASH_TYPES,
+    SPEC_TYPES,
+    Activations,
+    DraftOptions,
+    Kernels,
+    RopeOptions,
+    SpecOptions,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from specdec.drafters.base import FirstOf
+    from specdec.drafters.base import Drafter, FirstOf
     from specdec.models.base import Target
 
 log = logging.getLogger(__name__)
@@ -48,6 +58,15 @@ class DraftContext:
     rope: RopeOptions = field(default_factory=RopeOptions)
     """The user's overrides for the target, which its MTP layers share."""
     kernels: Kernels = "auto"
+    activations: Activations = "int8"
+
+    def draft_options(self, longest: int | None = None) -> DraftOptions:
+        """The options for a draft model that can draft ``longest`` tokens, or any number."""
+        options = self.spec.draft
+        if options.n_max != AUTO:
+            return options
+        n_max = AUTO_LONGEST if longest is None else min(AUTO_LONGEST, longest)
+        return replace(options, n_max=n_max)
 
 
 def draft_type(file: GGUFFile) -> str:
@@ -96,7 +115,21 @@ def build_drafters(types: tuple[str, ...], context: DraftContext) -> FirstOf:
     """The chosen drafters as one."""
     from specdec.drafters.base import FirstOf
 
-    return FirstOf([DRAFTERS.load(name)(context) for name in types])
+    drafters = [DRAFTERS.load(name)(context) for name in types]
+    if context.spec.draft.n_max == AUTO:
+        drafters = [_with_auto_length(drafter, context) for drafter in drafters]
+    return FirstOf(drafters)
+
+
+def _with_auto_length(drafter: Drafter, context: DraftContext) -> Drafter:
+    """The drafter of a draft model with lengths that are worth their time; others as they are."""
+    from specdec.drafters.auto_length import AutoLength
+    from specdec.drafters.costs import load_or_measure
+
+    if not drafter.name.startswith("draft-"):
+        return drafter
+    files = (context.target_file, context.draft_file)
+    return AutoLength(drafter, load_or_measure(context.target, drafter, context.n_ctx, files))
 
 
 def _detect(file: GGUFFile) -> str:

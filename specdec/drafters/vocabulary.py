@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from specdec.models.layers import WeightOnly, new_embedding
+from specdec.models.layers import new_embedding
 
 if TYPE_CHECKING:
     from specdec.gguf_file import GGUFFile
@@ -45,8 +44,9 @@ class DraftVocabulary(nn.Module):
             self.register_buffer("d2t", torch.empty(self.n_rows, dtype=torch.int64))
         else:
             self.d2t = None
+        self.output: nn.Module | None = None
         if "output.weight" in file.tensors:
-            self.output = WeightOnly(self.n_rows, n_embd)
+            self.output = nn.Linear(n_embd, self.n_rows, bias=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [T, D] of target token ids [T] int64, without a scale."""
@@ -56,8 +56,8 @@ class DraftVocabulary(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [T, VD] float32 of hidden states [T, D]."""
-        if hasattr(self, "output"):
-            logits = F.linear(hidden, self.output.weight).float()
+        if self.output is not None:
+            logits = self.output(hidden).float()
         else:
             logits = self._target_head(hidden.to(self._target_device)).to(hidden.device)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits

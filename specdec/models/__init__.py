@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.options import Kernels, RopeOptions
+from specdec.options import Activations, Kernels, RopeOptions
 from specdec.registry import Registry
 
 if TYPE_CHECKING:
@@ -82,10 +82,12 @@ def load_target(
     device: torch.device | str = "cpu",
     check_tensors: bool = False,
     kernels: Kernels = "auto",
+    activations: Activations = "int8",
 ) -> Target:
     """The model in ``file`` on ``device``, its weights packed (native kernels) or float32 (torch).
 
     ``kernels``: "auto" takes native where it can be built and knows the layers; "native" insists.
+    ``activations``: what native kernels multiply quantised weights with.
 
     Raises `UnsupportedError` for an unknown architecture, `ModelFileError` for a missing, left-over
     or misshapen tensor, and with ``check_tensors`` for one with a value that is not finite.
@@ -95,7 +97,7 @@ def load_target(
     check_architecture(file)
     target: Target = ARCHITECTURES.load(file.architecture)(file, rope or RopeOptions())
     if target.device.type == "meta":
-        fill_target(target, file, kernels=kernels, device=device)
+        fill_target(target, file, kernels=kernels, activations=activations, device=device)
     if check_tensors:
         check_finite(file)
     return target.to(device).requires_grad_(False).eval()

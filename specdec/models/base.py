@@ -33,6 +33,11 @@ Transform = Callable[[str, Tensor], Tensor]
 """Rearranges the rows of a tensor by name, once, at load; may be given rows of packed bytes."""
 
 
+RunLayers = Callable[..., Tensor]
+"""``(layers, hidden [T, D], cache, index of the first layer, rotary tables of each, rows)`` ->
+hidden [T, D], the rows appended to the cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What the file says about the model as a whole."""
@@ -75,6 +80,7 @@ class Target(nn.Module):
         self.transform: Transform | None = None
         self.is_row_invariant = False
         self._layers: list[DecoderLayer] = list(self.blk)  # type: ignore[arg-type]
+        self._run_layers: RunLayers = _run_one_by_one
         kinds = list(dict.fromkeys(spec.rope for spec in specs))
         self._rotary = [RotaryEmbedding(kind) for kind in kinds]
         self._rotary_of = [kinds.index(spec.rope) for spec in specs]
@@ -98,6 +104,7 @@ class Target(nn.Module):
         self,
         *,
         layers: Sequence[nn.Module],
+        run_layers: RunLayers,
         token_embd: nn.Module,
         output_norm: nn.Module,
         output: nn.Module,
@@ -106,9 +113,11 @@ class Target(nn.Module):
         """Runs on other modules, with the same signatures, that compute every row as if alone.
 
         Passes are then never split or padded: any number of rows gives the same numbers.
+        ``run_layers`` is called with all layers between two taps.
         """
         self.blk = nn.ModuleList(layers)
         self._layers = list(layers)  # type: ignore[arg-type]
+        self._run_layers = run_layers
         self.token_embd, self.output_norm = token_embd, output_norm  # type: ignore[assignment]
         self.output, self.softcap = output, softcap  # type: ignore[assignment]
         self.is_row_invariant = True
@@ -227,14 +236,32 @@ class Target(nn.Module):
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self.config.embedding_scale
         tapped = hidden.new_empty(tokens.shape[0], len(taps), self.config.n_embd)
-        for index, layer in enumerate(self._layers):
-            _store(tapped, taps, index, hidden)
-            hidden = layer(hidden, cache, index, rotary[index], rows)
-        _store(tapped, taps, len(self._layers), hidden)
+        n_layer = len(self._layers)
+        stops = sorted({tap for tap in taps if 0 < tap < n_layer} | {n_layer})
+        first = 0
+        for last in stops:
+            _store(tapped, taps, first, hidden)
+            layers = self._layers[first:last]
+            hidden = self._run_layers(layers, hidden, cache, first, rotary[first:last], rows)
+            first = last
+        _store(tapped, taps, n_layer, hidden)
         if -1 in taps:
             _store(tapped, taps, -1, self.output_norm(hidden))
         cache.advance(rows.count)
         return hidden, tapped
+
+
+def _run_one_by_one(
+    layers: Sequence[DecoderLayer],
+    hidden: Tensor,
+    cache: KVCache,
+    first: int,
+    rotary: Sequence[tuple[Tensor, Tensor]],
+    rows: Rows,
+) -> Tensor:
+    for index, (layer, tables) in enumerate(zip(layers, rotary, strict=True)):
+        hidden = layer(hidden, cache, first + index, tables, rows)
+    return hidden
 
 
 def _store(tapped: Tensor, taps: Sequence[int], layer: int, hidden: Tensor) -> None:

@@ -15,7 +15,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models.base import ModelConfig, Target, Transform, count_mtp_layers, read_per_layer
 from specdec.models.experts import Routing
 from specdec.models.layers import LayerSpec, interleaved_to_halves
-from specdec.options import Kernels
+from specdec.options import Activations, Kernels
 
 
 def load_weights(
@@ -106,10 +106,15 @@ def build_target(
 
 
 def fill_target(
-    target: Target, file: GGUFFile, *, kernels: Kernels, device: torch.device | str
+    target: Target,
+    file: GGUFFile,
+    *,
+    kernels: Kernels,
+    activations: Activations,
+    device: torch.device | str,
 ) -> None:
     """Loads the weights of a target from `build_target`, packed if it runs on native kernels."""
-    if not native.install(target, file, kernels, device):
+    if not native.install(target, file, kernels, activations, device):
         load_weights(target, file, ignored=_other_tensors(file), transform=target.transform)
 
 

@@ -7,6 +7,7 @@ kernels are C++ without torch's headers, compiled at first use (`build`), called
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from dataclasses import MISSING, fields
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
     from specdec.models.layers import LayerSpec
-    from specdec.options import Kernels
+    from specdec.options import Activations, Kernels
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,13 @@ KNOWN_FIELDS = (
 """Optional fields of `LayerSpec` that the kernels act on; any other must have its default."""
 
 
-def install(target: Target, file: GGUFFile, kernels: Kernels, device: torch.device | str) -> bool:
+def install(
+    target: Target,
+    file: GGUFFile,
+    kernels: Kernels,
+    activations: Activations,
+    device: torch.device | str,
+) -> bool:
     """Loads the weights of ``target`` into native modules; False if torch has to do it.
 
     With ``kernels`` "native" the reason is an `UnsupportedError`, with "auto" it is logged.
@@ -40,7 +47,7 @@ def install(target: Target, file: GGUFFile, kernels: Kernels, device: torch.devi
         return False
     try:
         _check_supported(target, device)
-        _load(target, file)
+        _load(target, file, activations)
     except UnsupportedError as error:
         if kernels == "native":
             raise
@@ -55,13 +62,13 @@ def _check_supported(target: Target, device: torch.device | str) -> None:
 
     if str(device) != "cpu":
         raise UnsupportedError(f"native kernels: need the CPU, not {device}")
-    if not all(type(layer) is DecoderLayer and _knows(layer.spec) for layer in target.layers):
+    if not all(type(layer) is DecoderLayer and knows(layer.spec) for layer in target.layers):
         raise UnsupportedError(
             f"native kernels: {target.config.architecture} has layers that they do not know"
         )
 
 
-def _knows(spec: LayerSpec) -> bool:
+def knows(spec: LayerSpec) -> bool:
     """Whether everything that a layer does beyond the plain block has a kernel."""
     return all(
         field.name in KNOWN_FIELDS or getattr(spec, field.name) == field.default
@@ -70,7 +77,7 @@ def _knows(spec: LayerSpec) -> bool:
     )
 
 
-def _load(target: Target, file: GGUFFile) -> None:
+def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
     from specdec.native import layer as native
     from specdec.native.library import load_library
     from specdec.native.packing import PACKED_TYPES
@@ -82,13 +89,16 @@ def _load(target: Target, file: GGUFFile) -> None:
     norm = weights.vector("output_norm.weight")
     target.use_row_invariant(
         layers=[
-            native.NativeLayer(library, layer.spec, list(layer.state_dict()), f"blk.{i}.", weights)
+            native.NativeLayer(
+                library, layer.spec, list(layer.state_dict()), f"blk.{i}.", weights, activations
+            )
             for i, layer in enumerate(target.layers)
         ],
+        run_layers=functools.partial(native.run_layers, library),
         token_embd=native.NativeEmbedding(file, "token_embd.weight"),
         output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
         output=native.NativeLinear(
-            library, weights.matrix("token_embd.weight" if tied else "output.weight")
+            library, weights.matrix("token_embd.weight" if tied else "output.weight"), activations
         ),
         softcap=native.NativeSoftCap(library, config.logit_softcap),
     )

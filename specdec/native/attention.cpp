@@ -16,6 +16,27 @@ float dot(const float* a, const float* b, int64_t count) {
   return sum(total);
 }
 
+// out[j] = q times key j of `count`; four keys share the work of adding up lanes, by the same tree.
+void score_keys(const float* q, const float* keys, int64_t width, int64_t count, float* out) {
+  int64_t j = 0;
+  for (; j + 4 <= count && width >= 16; j += 4) {
+    f32x16 total[4];
+    for (int k = 0; k < 4; k++) total[k] = broadcast(0.0f);
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) {
+      const f32x16 x = load(q + i);
+      for (int k = 0; k < 4; k++) total[k] = fma(x, load(keys + (j + k) * width + i), total[k]);
+    }
+    if (i < width) {
+      const f32x16 x = load_partial(q + i, width - i);
+      for (int k = 0; k < 4; k++)
+        total[k] = fma(x, load_partial(keys + (j + k) * width + i, width - i), total[k]);
+    }
+    sum_four(total, out + j);
+  }
+  for (; j < count; j++) out[j] = dot(q, keys + j * width, width);
+}
+
 // Turns scores into e^(score - largest), in place; returns their sum.
 float exponentials(float* scores, int64_t count, float largest_score) {
   const f32x16 shift = broadcast(largest_score);
@@ -72,14 +93,13 @@ void rotate(float* head, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-void attend(const Layer& layer, const Pass& pass, int64_t row, int64_t head, const float* q,
+void attend(const LayerCall& call, int64_t first, int64_t end, int64_t head, const float* q,
             float* scores, float* out) {
-  const int64_t end = pass.start + row + 1;
-  const int64_t first = layer.window && end > layer.window ? end - layer.window : 0;
+  const Layer& layer = *call.layer;
   const int64_t count = end - first;
   const int64_t kv = head / (layer.n_head / layer.n_head_kv);
-  const float* keys = pass.keys + (kv * pass.capacity + first) * layer.head_dim;
-  for (int64_t j = 0; j < count; j++) scores[j] = dot(q, keys + j * layer.head_dim, layer.head_dim);
+  const float* keys = call.keys + (kv * call.capacity + first) * layer.head_dim;
+  score_keys(q, keys, layer.head_dim, count, scores);
   float largest_score = layer.sinks ? layer.sinks[head] : scores[0];
   for (int64_t j = 0; j < count; j++)
     largest_score = scores[j] > largest_score ? scores[j] : largest_score;
@@ -88,7 +108,7 @@ void attend(const Layer& layer, const Pass& pass, int64_t row, int64_t head, con
   if (layer.sinks) total += std::exp(layer.sinks[head] - largest_score);
 
   const int64_t stride = layer.head_dim_v;
-  const float* values = pass.values + (kv * pass.capacity + first) * stride;
+  const float* values = call.values + (kv * call.capacity + first) * stride;
   const float factor = 1.0f / total;
   int64_t i = 0;
   for (; i + 64 <= stride; i += 64) mix<4>(scores, values + i, stride, count, factor, out + i);

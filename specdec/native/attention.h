@@ -11,9 +11,9 @@ void rms_norm(const float* x, const float* weight, int64_t cols, float eps, floa
 // Rotates the first 2 * half dimensions of one head in the rotate-half layout.
 void rotate(float* head, const float* cos, const float* sin, int64_t half);
 
-// Attention of one row's head over the cache, into out [head_dim_v]. `scores` has room for the keys
-// up to the row's own, rounded up to sixteen.
-void attend(const Layer& layer, const Pass& pass, int64_t row, int64_t head, const float* q,
+// Attention of one head over keys first ... end - 1 of the cache, into out [head_dim_v]. `scores` has
+// room for as many numbers, rounded up to sixteen.
+void attend(const LayerCall& call, int64_t first, int64_t end, int64_t head, const float* q,
             float* scores, float* out);
 
 // gate * activation: SiLU, or GELU in its tanh form; in place in `gate`.

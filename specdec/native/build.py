@@ -21,10 +21,21 @@ from specdec.errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("matmul.cpp", "attention.cpp", "layer.cpp")
-HEADERS = ("vector.h", "matmul.h", "attention.h", "layer.h", "parallel.h")
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-shared")
-VARIANTS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
+SOURCES = ("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "layer.cpp")
+HEADERS = (
+    *("vector.h", "bytes.h", "formats.h", "activations.h"),
+    *("matmul.h", "attention.h", "layer.h", "parallel.h"),
+)
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fno-fast-math",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
+VARIANTS = (("-march=native",), ())
 """Further flags, tried in this order: not every compiler has every one."""
 TIMEOUT = 300.0
 
@@ -93,7 +104,7 @@ def _fingerprint(compiler: str) -> str:
         digest.update((FOLDER / name).read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT).stdout
     flags = _user_flags(), COMMON_FLAGS, VARIANTS
-    digest.update(repr((flags, compiler, version, _cpu_flags())).encode())
+    digest.update(repr((flags, compiler, version, processor())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -101,8 +112,8 @@ def _user_flags() -> list[str]:
     return shlex.split(os.environ.get("CXXFLAGS", ""))
 
 
-def _cpu_flags() -> str:
-    """What ``-march=native`` depends on: a cache may be shared between machines."""
+def processor() -> str:
+    """What this processor is and can do: a cache may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,8 +1,9 @@
-// The functions that Python calls. Every step of a layer is shared out among the threads by rows,
-// by heads or by groups of output columns; a number is always computed by one thread, in one order.
+// The functions that Python calls. Every step of a layer is shared out among the threads by rows, by
+// heads or by groups of output columns; a number is always computed by one thread, in one order.
 #include "layer.h"
 
 #include <cmath>
+#include <deque>
 
 #include "attention.h"
 #include "parallel.h"
@@ -12,106 +13,139 @@ namespace specdec {
 namespace {
 
 int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t smallest_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Buffers of one pass, carved out of the scratch memory.
 struct Buffers {
-  float *x, *sums, *q, *k, *v, *mixed, *addition, *middle, *gate, *up, *scores;
-  int64_t n_q, n_k, n_v, n_mixed, sums_stride, scores_stride, size;
+  float *x, *kept, *inner_kept, *q, *k, *v, *mixed, *addition, *middle, *gate, *up, *scores;
+  int64_t n_q, n_k, n_v, n_mixed, scores_stride, size;
 
-  Buffers(const Layer& layer, int64_t n, int64_t end, int64_t n_threads, float* memory) {
+  Buffers(const Layer& layer, const Pass& pass) {
+    const int64_t n = pass.n;
+    float* const memory = pass.scratch;
     n_q = layer.n_head * layer.head_dim;
     n_k = layer.n_head_kv * layer.head_dim;
     n_v = layer.n_head_kv * layer.head_dim_v;
     n_mixed = layer.n_head * layer.head_dim_v;
-    sums_stride = sums_of(largest_of(layer.n_embd, largest_of(n_mixed, layer.n_ff)));
-    scores_stride = (end + 15) / 16 * 16;
+    const int64_t widest = largest_of(layer.n_embd, n_mixed);
+    const bool quantises = layer.quantises != 0;
+    scores_stride = (pass.start + n + 15) / 16 * 16;
     size = 0;
     const auto take = [&](int64_t count) {
       float* place = memory ? memory + size : nullptr;
       size += (count + 15) / 16 * 16;
       return place;
     };
-    x = take(n * layer.n_embd), sums = take(n * sums_stride);
+    x = take(n * layer.n_embd), kept = take(n * kept_floats(widest, quantises));
+    inner_kept = take(n * kept_floats(layer.n_ff, quantises));
     q = take(n * n_q), k = take(n * n_k), v = take(n * n_v), mixed = take(n * n_mixed);
     addition = take(n * layer.n_embd), middle = take(n * layer.n_embd);
     gate = take(n * layer.n_ff), up = take(n * layer.n_ff);
-    scores = take(n_threads * scores_stride);
+    scores = take(pass.n_threads * scores_stride);
   }
 };
 
 class LayerPass {
  public:
-  LayerPass(const Layer& layer, const Pass& pass)
-      : layer(layer), pass(pass),
-        b(layer, pass.n, pass.start + pass.n, pass.n_threads, pass.scratch) {}
+  LayerPass(const LayerCall& call, const Pass& pass)
+      : layer(*call.layer), call(call), pass(pass), b(layer, pass) {}
 
-  void run(const Worker& worker) {
-    norm_rows(worker, pass.hidden, layer.attn_norm);
-    worker.wait();
-    const Input x = input(b.x, layer.n_embd);
-    multiply_share(worker, layer.q, x, b.q, b.n_q);
-    multiply_share(worker, layer.k, x, b.k, b.n_k);
-    if (!layer.shares_kv) multiply_share(worker, layer.v, x, b.v, b.n_v);
-    worker.wait();
-    write_heads(worker);
-    worker.wait();
-    attend_heads(worker);
-    worker.wait();
-    sum_rows(worker, b.mixed, b.n_mixed);
-    worker.wait();
-    multiply_share(worker, layer.output, input(b.mixed, b.n_mixed), b.addition, layer.n_embd);
-    worker.wait();
-    add_rows(worker, pass.hidden, layer.post_attention_norm, layer.value_scale, 1.0f, b.middle);
-    norm_rows(worker, b.middle, layer.ffn_norm);
-    worker.wait();
-    feed_forward_share(worker, x);
-    worker.wait();
-    sum_rows(worker, b.gate, layer.n_ff);
-    worker.wait();
-    multiply_share(worker, layer.down, input(b.gate, layer.n_ff), b.addition, layer.n_embd);
-    worker.wait();
-    add_rows(worker, b.middle, layer.post_ffw_norm, 1.0f, layer.output_scale, pass.out);
+  // The steps of the layer. What comes first, `start_row`, belongs to the last step of the layer
+  // before; `next` is the layer behind this one or null.
+  void add_steps(Steps& steps, const LayerPass* next) const {
+    const int64_t head_blocks = layer.head_dim_v % BLOCK ? 0 : layer.head_dim_v / BLOCK;
+    steps.add(projection_groups(), [this](Range range, int) { project(range); });
+    steps.add(pass.n * (layer.n_head + layer.n_head_kv), [this](Range range, int) {
+      for (int64_t item = range.first; item < range.last; item++) write_head(item);
+    });
+    steps.add(pass.n * layer.n_head, [this, head_blocks](Range range, int thread) {
+      for (int64_t item = range.first; item < range.last; item++) attend_head(item, thread);
+      mixed().prepare(range.first * head_blocks, range.last * head_blocks);
+    });
+    if (!head_blocks)
+      steps.add(pass.n * blocks_of(b.n_mixed),
+                [this](Range range, int) { mixed().prepare(range.first, range.last); });
+    steps.add(groups(layer.output), [this](Range range, int) {
+      multiply(layer.output, mixed(), range.first, range.last, b.addition, layer.n_embd);
+    });
+    steps.add(pass.n, [this](Range range, int) {
+      for (int64_t t = range.first; t < range.last; t++) finish_attention(t);
+    });
+    steps.add(blocks_of(layer.n_ff), [this](Range range, int) { feed_forward(range); });
+    steps.add(groups(layer.down), [this](Range range, int) {
+      multiply(layer.down, inner(), range.first, range.last, b.addition, layer.n_embd);
+    });
+    steps.add(pass.n, [this, next](Range range, int) {
+      for (int64_t t = range.first; t < range.last; t++) {
+        add_row(t, b.middle, layer.post_ffw_norm, 1.0f, layer.output_scale, pass.hidden);
+        if (next) next->start_row(t);
+      }
+    });
   }
+
+  void start_row(int64_t t) const { norm_row(t, pass.hidden, layer.attn_norm); }
+
+  // Keys and values of rows that are the layer's input as they are; prepare_given() comes first.
+  void add_key_value_steps(Steps& steps) const {
+    steps.add(groups(layer.k) + (layer.shares_kv ? 0 : groups(layer.v)), [this](Range range, int) {
+      project_part(layer.k, given(), range, b.k, b.n_k);
+      if (!layer.shares_kv) project_part(layer.v, given(), range, b.v, b.n_v);
+    });
+    steps.add(pass.n * layer.n_head_kv, [this](Range range, int) {
+      for (int64_t item = range.first; item < range.last; item++)
+        write_key_value(item / layer.n_head_kv, item % layer.n_head_kv);
+    });
+  }
+
+  void prepare_given(Range blocks) const { given().prepare(blocks.first, blocks.last); }
 
  private:
   const Layer& layer;
+  const LayerCall& call;
   const Pass& pass;
   const Buffers b;
 
-  Input input(const float* values, int64_t cols) const {
-    return {values, cols, b.sums, b.sums_stride, pass.n};
+  Input input(const float* values, int64_t cols, float* kept) const {
+    return {values, cols, pass.n, kept, layer.quantises != 0};
+  }
+  Input given() const { return input(pass.hidden, layer.n_embd, b.kept); }
+  Input normed() const { return input(b.x, layer.n_embd, b.kept); }
+  Input mixed() const { return input(b.mixed, b.n_mixed, b.kept); }
+  Input inner() const { return input(b.gate, layer.n_ff, b.inner_kept); }
+
+  // Row t of b.x = the normed row, prepared for products.
+  void norm_row(int64_t t, const float* rows, const float* weight) const {
+    const int64_t place = t * layer.n_embd, blocks = blocks_of(layer.n_embd);
+    rms_norm(rows + place, weight, layer.n_embd, layer.rms_eps, b.x + place);
+    normed().prepare(t * blocks, (t + 1) * blocks);
   }
 
-  static void multiply_share(const Worker& worker, const Matrix& matrix, const Input& input,
-                             float* out, int64_t stride) {
-    const Range range = worker.share(groups(matrix));
-    multiply(matrix, input, range.first, range.last, out, stride);
+  int64_t projection_groups() const {
+    return groups(layer.q) + groups(layer.k) + (layer.shares_kv ? 0 : groups(layer.v));
   }
 
-  // b.x = normed rows, with their sums.
-  void norm_rows(const Worker& worker, const float* rows, const float* weight) const {
-    const Range range = worker.share(pass.n);
-    for (int64_t t = range.first; t < range.last; t++) {
-      float* x = b.x + t * layer.n_embd;
-      rms_norm(rows + t * layer.n_embd, weight, layer.n_embd, layer.rms_eps, x);
-      block_sums(x, layer.n_embd, b.sums + t * b.sums_stride);
-    }
+  // Some of the groups of q, k and v, counted through.
+  void project(Range range) const {
+    project_part(layer.q, normed(), range, b.q, b.n_q);
+    project_part(layer.k, normed(), range, b.k, b.n_k);
+    if (!layer.shares_kv) project_part(layer.v, normed(), range, b.v, b.n_v);
   }
 
-  void sum_rows(const Worker& worker, const float* rows, int64_t cols) const {
-    const Range range = worker.share(pass.n);
-    for (int64_t t = range.first; t < range.last; t++)
-      block_sums(rows + t * cols, cols, b.sums + t * b.sums_stride);
+  // The groups of `range` that are the matrix's; the rest of the range then counts from its end.
+  static void project_part(const Matrix& matrix, const Input& input, Range& range, float* out,
+                           int64_t stride) {
+    const int64_t count = groups(matrix);
+    if (range.first < count)
+      multiply(matrix, input, range.first, smallest_of(range.last, count), out, stride);
+    range.first = largest_of(range.first - count, 0);
+    range.last = largest_of(range.last - count, 0);
   }
 
   // Queries are normed, rotated and scaled in place; keys and values go to the cache.
-  void write_heads(const Worker& worker) const {
+  void write_head(int64_t item) const {
     const int64_t n_heads = layer.n_head + layer.n_head_kv;
-    const Range range = worker.share(pass.n * n_heads);
-    for (int64_t item = range.first; item < range.last; item++) {
-      const int64_t t = item / n_heads, head = item % n_heads;
-      head < layer.n_head ? write_query(t, head) : write_key_value(t, head - layer.n_head);
-    }
+    const int64_t t = item / n_heads, head = item % n_heads;
+    head < layer.n_head ? write_query(t, head) : write_key_value(t, head - layer.n_head);
   }
 
   void write_query(int64_t t, int64_t head) const {
@@ -122,62 +156,66 @@ class LayerPass {
   }
 
   void write_key_value(int64_t t, int64_t head) const {
-    const int64_t place = head * pass.capacity + pass.start + t;
+    const int64_t place = head * call.capacity + pass.start + t;
     const float* raw = b.k + t * b.n_k + head * layer.head_dim;
-    float* value = pass.values + place * layer.head_dim_v;
+    float* value = call.values + place * layer.head_dim_v;
     if (layer.shares_kv) {
       rms_norm(raw, nullptr, layer.head_dim_v, layer.rms_eps, value);
     } else {
       std::memcpy(value, b.v + t * b.n_v + head * layer.head_dim_v,
                   static_cast<size_t>(layer.head_dim_v) * sizeof(float));
     }
-    float* key = pass.keys + place * layer.head_dim;
+    float* key = call.keys + place * layer.head_dim;
     std::memcpy(key, raw, static_cast<size_t>(layer.head_dim) * sizeof(float));
     if (layer.k_norm) rms_norm(key, layer.k_norm, layer.head_dim, layer.rms_eps, key);
     rotate_row(t, key);
   }
 
   void rotate_row(int64_t t, float* head) const {
-    const int64_t half = pass.n_rot / 2;
-    rotate(head, pass.cos + t * half, pass.sin + t * half, half);
+    const int64_t half = call.n_rot / 2;
+    rotate(head, call.cos + t * half, call.sin + t * half, half);
   }
 
-  void attend_heads(const Worker& worker) const {
-    float* scores = b.scores + worker.index * b.scores_stride;
-    const Range range = worker.share(pass.n * layer.n_head);
-    for (int64_t item = range.first; item < range.last; item++) {
-      const int64_t t = item / layer.n_head, head = item % layer.n_head;
-      attend(layer, pass, t, head, b.q + t * b.n_q + head * layer.head_dim, scores,
-             b.mixed + t * b.n_mixed + head * layer.head_dim_v);
-    }
+  void attend_head(int64_t item, int thread) const {
+    const int64_t t = item / layer.n_head, head = item % layer.n_head;
+    const int64_t own_end = pass.start + t + 1;
+    const int64_t first = layer.window ? largest_of(own_end - layer.window, 0) : 0;
+    attend(call, first, pass.sees_block ? pass.start + pass.n : own_end, head,
+           b.q + t * b.n_q + head * layer.head_dim, b.scores + thread * b.scores_stride,
+           b.mixed + item * layer.head_dim_v);
   }
 
-  void feed_forward_share(const Worker& worker, const Input& x) const {
-    const Range range = worker.share(groups(layer.gate));
-    multiply(layer.gate, x, range.first, range.last, b.gate, layer.n_ff);
-    multiply(layer.up, x, range.first, range.last, b.up, layer.n_ff);
-    const int64_t first = range.first * GROUP;
-    const int64_t last = range.last * GROUP < layer.n_ff ? range.last * GROUP : layer.n_ff;
+  void finish_attention(int64_t t) const {
+    add_row(t, pass.hidden, layer.post_attention_norm, layer.value_scale, 1.0f, b.middle);
+    norm_row(t, b.middle, layer.ffn_norm);
+  }
+
+  // Some blocks of 32 columns of the inner state, for all rows, prepared for products.
+  void feed_forward(Range range) const {
+    constexpr int64_t step = BLOCK / GROUP;
+    const int64_t last_group = smallest_of(range.last * step, groups(layer.gate));
+    multiply(layer.gate, normed(), range.first * step, last_group, b.gate, layer.n_ff);
+    multiply(layer.up, normed(), range.first * step, last_group, b.up, layer.n_ff);
+    const int64_t first = range.first * BLOCK, blocks = blocks_of(layer.n_ff);
+    const int64_t count = smallest_of(range.last * BLOCK, layer.n_ff) - first;
     for (int64_t t = 0; t < pass.n; t++) {
       const int64_t place = t * layer.n_ff + first;
-      activate(b.gate + place, b.up + place, last - first, layer.uses_gelu);
+      activate(b.gate + place, b.up + place, count, layer.uses_gelu);
+      inner().prepare(t * blocks + range.first, t * blocks + range.last);
     }
   }
 
-  // out = (rows + norm(addition * factor)) * scale
-  void add_rows(const Worker& worker, const float* rows, const float* norm, float factor,
-                float scale, float* out) const {
-    const Range range = worker.share(pass.n);
-    for (int64_t t = range.first; t < range.last; t++) {
-      float* addition = b.addition + t * layer.n_embd;
-      const int64_t place = t * layer.n_embd;
-      if (factor != 1.0f)
-        for (int64_t i = 0; i < layer.n_embd; i++) addition[i] *= factor;
-      if (norm) rms_norm(addition, norm, layer.n_embd, layer.rms_eps, addition);
-      for (int64_t i = 0; i < layer.n_embd; i++) out[place + i] = rows[place + i] + addition[i];
-      if (scale != 1.0f)
-        for (int64_t i = 0; i < layer.n_embd; i++) out[place + i] *= scale;
-    }
+  // out = (rows + norm(addition * factor)) * scale, for row t
+  void add_row(int64_t t, const float* rows, const float* norm, float factor, float scale,
+               float* out) const {
+    float* addition = b.addition + t * layer.n_embd;
+    const int64_t place = t * layer.n_embd;
+    if (factor != 1.0f)
+      for (int64_t i = 0; i < layer.n_embd; i++) addition[i] *= factor;
+    if (norm) rms_norm(addition, norm, layer.n_embd, layer.rms_eps, addition);
+    for (int64_t i = 0; i < layer.n_embd; i++) out[place + i] = rows[place + i] + addition[i];
+    if (scale != 1.0f)
+      for (int64_t i = 0; i < layer.n_embd; i++) out[place + i] *= scale;
   }
 };
 
@@ -190,32 +228,57 @@ extern "C" {
 
 // Sizes of the structures, to be compared with Python's.
 int64_t specdec_layer_size() { return sizeof(Layer); }
+int64_t specdec_call_size() { return sizeof(LayerCall); }
 int64_t specdec_pass_size() { return sizeof(Pass); }
 
-// Floats of scratch memory that a pass of n rows up to position `end` needs.
-int64_t specdec_scratch(const Layer* layer, int64_t n, int64_t end, int64_t n_threads) {
-  return Buffers(*layer, n, end, n_threads, nullptr).size;
+// Floats of scratch memory that a pass needs; its own scratch is null.
+int64_t specdec_scratch(const Pass* pass) {
+  int64_t size = 0;
+  for (int64_t i = 0; i < pass->n_layers; i++)
+    size = largest_of(size, Buffers(*pass->calls[i].layer, *pass).size);
+  return size;
 }
 
-void specdec_layer(const Layer* layer, const Pass* pass) {
-  LayerPass layer_pass(*layer, *pass);
-  run_team(static_cast<int>(pass->n_threads),
-           [&](const Worker& worker) { layer_pass.run(worker); });
-}
-
-// out [n, rows] = x [n, cols] times the matrix; sums [n, (cols + 31) / 32] is scratch memory.
-void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, float* sums, float* out,
-                      int64_t n_threads) {
-  const int64_t cols = matrix->cols, stride = sums_of(cols);
-  run_team(static_cast<int>(n_threads), [&](const Worker& worker) {
-    const Range rows = worker.share(n);
-    for (int64_t t = rows.first; t < rows.last; t++)
-      block_sums(x + t * cols, cols, sums + t * stride);
-    worker.wait();
-    const Range range = worker.share(groups(*matrix));
-    multiply(*matrix, {x, cols, sums, stride, n}, range.first, range.last, out, matrix->rows);
+// The layers one after the other.
+void specdec_layers(const Pass* pass) {
+  std::deque<LayerPass> layers;
+  for (int64_t i = 0; i < pass->n_layers; i++) layers.emplace_back(pass->calls[i], *pass);
+  Steps steps(static_cast<int>(pass->n_threads));
+  steps.add(pass->n, [&](Range range, int) {
+    for (int64_t t = range.first; t < range.last; t++) layers[0].start_row(t);
   });
+  for (size_t i = 0; i < layers.size(); i++)
+    layers[i].add_steps(steps, i + 1 < layers.size() ? &layers[i + 1] : nullptr);
+  run_steps(std::move(steps));
 }
+
+// Keys and values of every layer from the same rows, which stay as they are. All layers have the same
+// width, so what is kept of the rows lies at one place for all of them.
+void specdec_keys_values(const Pass* pass) {
+  std::deque<LayerPass> layers;
+  for (int64_t i = 0; i < pass->n_layers; i++) layers.emplace_back(pass->calls[i], *pass);
+  Steps steps(static_cast<int>(pass->n_threads));
+  steps.add(pass->n * blocks_of(pass->calls[0].layer->n_embd),
+            [&](Range range, int) { layers[0].prepare_given(range); });
+  for (const LayerPass& layer : layers) layer.add_key_value_steps(steps);
+  run_steps(std::move(steps));
+}
+
+// out [n, rows] = x [n, cols] times the matrix; kept [n, kept_floats(cols)] is scratch memory.
+void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, int64_t quantises,
+                      float* kept, float* out, int64_t n_threads) {
+  const Input input{x, matrix->cols, n, kept, quantises != 0};
+  Steps steps(static_cast<int>(n_threads));
+  steps.add(n * blocks_of(input.cols),
+            [&](Range range, int) { input.prepare(range.first, range.last); });
+  steps.add(groups(*matrix), [&](Range range, int) {
+    multiply(*matrix, input, range.first, range.last, out, matrix->rows);
+  });
+  run_steps(std::move(steps));
+}
+
+// Floats of memory for what specdec_multiply keeps of a row.
+int64_t specdec_kept(int64_t cols, int64_t quantises) { return kept_floats(cols, quantises != 0); }
 
 void specdec_rms_norm(const float* x, const float* weight, int64_t n, int64_t cols, float eps,
                       float* out) {

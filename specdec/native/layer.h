@@ -12,6 +12,7 @@ struct Layer {
   int64_t window;     // keys a query sees, itself included; 0 = all
   int64_t shares_kv;  // values are the raw keys, normalised without a weight
   int64_t uses_gelu;  // tanh form; otherwise SiLU
+  int64_t quantises;  // activations of quantised matrices in eight bits
   float rms_eps, attention_scale, value_scale, output_scale;
   Matrix q, k, v, output, gate, up, down;
   const float *attn_norm, *ffn_norm;
@@ -19,19 +20,24 @@ struct Layer {
   const float *q_norm, *k_norm, *sinks, *post_attention_norm, *post_ffw_norm;
 };
 
-// One pass of n rows at positions start ... start + n - 1.
-struct Pass {
-  int64_t n, start;
-  int64_t capacity;    // rows of the cache's buffers
-  int64_t n_rot;       // rotated dimensions of a head
-  int64_t n_threads;
-  const float* hidden;  // [n, n_embd]
-  float* out;           // [n, n_embd]
+// A layer in a pass: its cache and its rotary tables.
+struct LayerCall {
+  const Layer* layer;
   float* keys;          // [n_head_kv, capacity, head_dim]
   float* values;        // [n_head_kv, capacity, head_dim_v]
+  int64_t capacity;     // rows of the cache's buffers
   const float* cos;     // [n, n_rot / 2]
   const float* sin;
-  float* scratch;       // specdec_scratch floats
+  int64_t n_rot;        // rotated dimensions of a head
+};
+
+// n rows at positions start ... start + n - 1 through some layers.
+struct Pass {
+  const LayerCall* calls;
+  int64_t n_layers, n, start, n_threads;
+  int64_t sees_block;  // rows see the rows behind them, too
+  float* hidden;   // [n, n_embd], replaced by the last layer's output
+  float* scratch;  // specdec_scratch floats
 };
 
 }  // namespace specdec

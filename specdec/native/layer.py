@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,8 +16,9 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
-from specdec.native.library import Layer, Library, Pass, floats, matrix_struct
+from specdec.native.library import Layer, LayerCall, Library, floats, matrix_struct
 from specdec.native.packing import PackedMatrix, pack
+from specdec.options import Activations
 
 Transform = Callable[[str, Tensor], Tensor]
 """Rearranges the rows of a tensor by name, whatever its columns are."""
@@ -68,7 +70,13 @@ class NativeLayer(nn.Module):
     """One block as its `LayerSpec` describes it, in one native call."""
 
     def __init__(
-        self, library: Library, spec: LayerSpec, names: Sequence[str], prefix: str, weights: Weights
+        self,
+        library: Library,
+        spec: LayerSpec,
+        names: Sequence[str],
+        prefix: str,
+        weights: Weights,
+        activations: Activations,
     ) -> None:
         """Packs the tensors ``names`` (the parameters of a `DecoderLayer`) under ``prefix``."""
         super().__init__()
@@ -99,6 +107,7 @@ class NativeLayer(nn.Module):
             window=spec.window,
             shares_kv=spec.shares_kv,
             uses_gelu=spec.activation == "gelu_tanh",
+            quantises=activations == "int8",
             rms_eps=spec.rms_eps,
             attention_scale=spec.attention_scale,
             value_scale=spec.value_scale,
@@ -121,33 +130,51 @@ class NativeLayer(nn.Module):
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor], rows: Rows
     ) -> Tensor:
         """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if not float32."""
-        n, n_rot = hidden.shape[0], 2 * rotary[0].shape[1]
-        hidden = floats(hidden, (n, self.spec.n_embd))
-        cos, sin = (floats(table, (n, n_rot // 2)) for table in rotary)
+        return run_layers(self._library, [self], hidden, cache, layer, [rotary], rows)
+
+    def call(self, cache: KVCache, layer: int, n: int, rotary: tuple[Tensor, Tensor]) -> LayerCall:
+        """What the kernels are told about ``n`` rows; valid as long as cache and tables live."""
+        cos, sin = rotary
         keys, values = cache.reserve(layer, n)
         if keys.dtype != torch.float32 or values.dtype != torch.float32:
             raise CacheError("native kernels: keys and values must be f32; use --kernels torch")
-        n_threads = torch.get_num_threads()
-        scratch = self._library.scratch(self._struct, n, rows.start + n, n_threads)
-        out = torch.empty_like(hidden)
-        self._library.run_layer(
-            self._struct,
-            Pass(
-                n,
-                rows.start,
-                keys.shape[1],
-                n_rot,
-                n_threads,
-                hidden.data_ptr(),
-                out.data_ptr(),
-                keys.data_ptr(),
-                values.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                scratch.data_ptr(),
-            ),
+        return LayerCall(
+            ctypes.addressof(self._struct),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.shape[1],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            2 * cos.shape[1],
         )
-        return out
+
+
+def run_layers(
+    library: Library,
+    layers: Sequence[NativeLayer],
+    hidden: Tensor,
+    cache: KVCache,
+    first: int,
+    rotary: Sequence[tuple[Tensor, Tensor]],
+    rows: Rows,
+) -> Tensor:
+    """[T, D] -> [T, D] through layers ``first`` ..., each with its rotary tables, in one call.
+
+    Appends the rows to the cache. Raises `CacheError` if it is not float32 or full.
+    """
+    n = hidden.shape[0]
+    out = floats(hidden, (n, layers[0].spec.n_embd)).clone()
+    tables = {id(pair): (_table(pair[0], n), _table(pair[1], n)) for pair in rotary}
+    calls = [
+        layer.call(cache, first + i, n, tables[id(pair)])
+        for i, (layer, pair) in enumerate(zip(layers, rotary, strict=True))
+    ]
+    library.run_layers(calls, out, rows.start)
+    return out
+
+
+def _table(table: Tensor, n: int) -> Tensor:
+    return floats(table, (n, table.shape[1]))
 
 
 class NativeEmbedding(nn.Module):
@@ -168,13 +195,13 @@ class NativeEmbedding(nn.Module):
 class NativeLinear(nn.Module):
     """A product with a packed matrix."""
 
-    def __init__(self, library: Library, packed: PackedMatrix) -> None:
+    def __init__(self, library: Library, packed: PackedMatrix, activations: Activations) -> None:
         super().__init__()
-        self._library, self._packed = library, packed
+        self._library, self._packed, self._activations = library, packed, activations
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., cols] -> [..., rows]."""
-        out = self._library.multiply(self._packed, x.reshape(-1, x.shape[-1]))
+        out = self._library.multiply(self._packed, x.reshape(-1, x.shape[-1]), self._activations)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from specdec.errors import UnsupportedError
 from specdec.native.build import shared_library
 from specdec.native.packing import PackedMatrix
+from specdec.options import Activations
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -34,7 +36,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("n_embd", "n_head", "n_head_kv", "head_dim", "head_dim_v")),
-        *((name, _INT) for name in ("n_ff", "window", "shares_kv", "uses_gelu")),
+        *((name, _INT) for name in ("n_ff", "window", "shares_kv", "uses_gelu", "quantises")),
         *((name, _FLOAT) for name in ("rms_eps", "attention_scale", "value_scale")),
         ("output_scale", _FLOAT),
         *((name, Matrix) for name in ("q", "k", "v", "output", "gate", "up", "down")),
@@ -43,13 +45,24 @@ class Layer(ctypes.Structure):
     )
 
 
+class LayerCall(ctypes.Structure):
+    """``LayerCall`` of layer.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layer", "keys", "values")),
+        ("capacity", _INT),
+        *((name, _POINTER) for name in ("cos", "sin")),
+        ("n_rot", _INT),
+    )
+
+
 class Pass(ctypes.Structure):
     """``Pass`` of layer.h."""
 
     _fields_ = (
-        *((name, _INT) for name in ("n", "start", "capacity", "n_rot", "n_threads")),
-        *((name, _POINTER) for name in ("hidden", "out", "keys", "values", "cos", "sin")),
-        ("scratch", _POINTER),
+        ("calls", ctypes.POINTER(LayerCall)),
+        *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
+        *((name, _POINTER) for name in ("hidden", "scratch")),
     )
 
 
@@ -62,32 +75,44 @@ class Library:
             self._lib = lib = ctypes.CDLL(path)
         except OSError as error:
             raise UnsupportedError(f"native kernels: {path} cannot be loaded: {error}") from None
-        lib.specdec_layer_size.restype = lib.specdec_pass_size.restype = _INT
-        sizes = lib.specdec_layer_size(), lib.specdec_pass_size()
-        if sizes != (ctypes.sizeof(Layer), ctypes.sizeof(Pass)):
-            raise UnsupportedError(f"native kernels: {path} was built with other structures")
+        for structure, size in (
+            (Layer, lib.specdec_layer_size),
+            (LayerCall, lib.specdec_call_size),
+            (Pass, lib.specdec_pass_size),
+        ):
+            size.restype = _INT
+            if size() != ctypes.sizeof(structure):
+                raise UnsupportedError(f"native kernels: {path} was built with other structures")
+        self._scratch: Tensor | None = None
         lib.specdec_scratch.restype = _INT
-        lib.specdec_scratch.argtypes = (_POINTER, _INT, _INT, _INT)
-        lib.specdec_layer.restype = None
-        lib.specdec_layer.argtypes = (_POINTER, _POINTER)
+        lib.specdec_scratch.argtypes = (_POINTER,)
+        lib.specdec_layers.restype = lib.specdec_keys_values.restype = None
+        lib.specdec_layers.argtypes = lib.specdec_keys_values.argtypes = (_POINTER,)
         lib.specdec_multiply.restype = None
-        lib.specdec_multiply.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
+        lib.specdec_multiply.argtypes = (
+            *(_POINTER, _POINTER, _INT, _INT),
+            *(_POINTER, _POINTER, _INT),
+        )
+        lib.specdec_kept.restype = _INT
+        lib.specdec_kept.argtypes = (_INT, _INT)
         lib.specdec_rms_norm.restype = None
         lib.specdec_rms_norm.argtypes = (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER)
         lib.specdec_softcap.restype = None
         lib.specdec_softcap.argtypes = (_POINTER, _INT, _FLOAT)
 
-    def multiply(self, packed: PackedMatrix, x: Tensor) -> Tensor:
+    def multiply(self, packed: PackedMatrix, x: Tensor, activations: Activations) -> Tensor:
         """The products [T, rows] of x [T, cols] and a packed matrix."""
         x = floats(x, (x.shape[0], packed.cols))
         n = x.shape[0]
         out = torch.empty(n, packed.rows)
-        sums = torch.empty(n, -(-packed.cols // 32))
+        quantises = activations == "int8"
+        kept = torch.empty(n * self._lib.specdec_kept(packed.cols, quantises))
         self._lib.specdec_multiply(
             ctypes.byref(matrix_struct(packed, None)),
             x.data_ptr(),
             n,
-            sums.data_ptr(),
+            quantises,
+            kept.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -108,13 +133,52 @@ class Library:
         self._lib.specdec_softcap(out.data_ptr(), out.numel(), cap)
         return out
 
-    def scratch(self, layer: Layer, n_rows: int, end: int, n_threads: int) -> Tensor:
-        """Memory for a pass of ``n_rows`` that ends at position ``end``."""
-        return torch.empty(self._lib.specdec_scratch(ctypes.byref(layer), n_rows, end, n_threads))
+    def run_layers(
+        self,
+        calls: Sequence[LayerCall],
+        hidden: Tensor,
+        start: int,
+        *,
+        sees_block: bool = False,
+    ) -> None:
+        """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
 
-    def run_layer(self, layer: Layer, one: Pass) -> None:
-        """One layer; the caller has checked every size."""
-        self._lib.specdec_layer(ctypes.byref(layer), ctypes.byref(one))
+        With ``sees_block`` a row sees those behind it, too. The caller has checked every size.
+        """
+        self._run(self._lib.specdec_layers, calls, hidden, start, sees_block)
+
+    def write_keys_values(self, calls: Sequence[LayerCall], rows: Tensor, start: int) -> None:
+        """Writes the keys and values that each layer makes of ``rows`` [T, D] at ``start`` ...
+
+        The caller has checked every size.
+        """
+        self._run(self._lib.specdec_keys_values, calls, rows, start, False)
+
+    def _run(
+        self,
+        function: Callable[..., None],
+        calls: Sequence[LayerCall],
+        rows: Tensor,
+        start: int,
+        sees_block: bool,
+    ) -> None:
+        one = Pass(
+            (LayerCall * len(calls))(*calls),
+            len(calls),
+            rows.shape[0],
+            start,
+            torch.get_num_threads(),
+            sees_block,
+            rows.data_ptr(),
+            None,
+        )
+        needed = self._lib.specdec_scratch(ctypes.byref(one))
+        scratch, self._scratch = self._scratch, None  # a call at the same time takes its own
+        if scratch is None or needed > scratch.numel():
+            scratch = torch.empty(needed)
+        one.scratch = scratch.data_ptr()
+        function(ctypes.byref(one))
+        self._scratch = scratch
 
 
 def matrix_struct(packed: PackedMatrix, bias: Tensor | None) -> Matrix:

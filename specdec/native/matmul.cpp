@@ -1,8 +1,8 @@
-// See matmul.h. One inner loop per storage kind and number of rows; a row's arithmetic is the same
-// in all of them: products of a block in two chains, then scale and minimum once a block.
+// See matmul.h. One inner loop per format, type of activations and number of rows; a row's arithmetic
+// is the same for all numbers of rows: products of a block first, then scale and minimum.
 #include "matmul.h"
 
-#include "vector.h"
+#include "formats.h"
 
 namespace specdec {
 namespace {
@@ -11,113 +11,119 @@ constexpr int AHEAD = 4096;  // bytes that are asked for before their turn
 constexpr int64_t CHUNK = 1 << 18;  // bytes of weights that meet all rows before the next
 constexpr int MAX_TILE = LANES == 16 ? 8 : 2;  // rows whose sums fit the registers
 
-struct HalfScale {
-  static constexpr int bytes = 32;
-  static f32x16 read(const uint8_t* source) { return load_f16(source); }
+// Calls work(header, block, index) for the blocks of a group in order.
+template <class Format, class Work>
+inline void for_blocks(const uint8_t* group, int64_t cols, const Work& work) {
+  constexpr int bytes = Format::FACTORS + Format::Quants::bytes;
+  const uint8_t* header = group;
+  for (int64_t b = 0; b < cols / BLOCK; b++) {
+    if (b % Format::BLOCKS == 0) header = group, group += Format::HEADER;
+    prefetch(group + AHEAD, bytes);
+    work(header, group, b);
+    group += bytes;
+  }
+}
+
+// Activations in eight bits: products add up exactly, as integers.
+template <class Format>
+struct Int8Products {
+  template <int T>
+  static void add(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
+                  f32x16* total) {
+    const QuantisedBlock* rows[T];
+    for (int t = 0; t < T; t++) rows[t] = input.blocks(t0 + t);
+    for_blocks<Format>(group, cols, [&](const uint8_t* header, const uint8_t* block, int64_t b) {
+      const Factors factors = Format::factors(header, block);
+      for (int h = 0; h < Format::SCALES; h++) {
+        i32x16 sums[T];
+        for (int t = 0; t < T; t++) sums[t] = broadcast_int(offset(rows[t][b], h));
+        add_half<T>(block + Format::FACTORS, h, rows, b, sums);
+        for (int t = 0; t < T; t++)
+          total[t] = total[t] + factors.scale[h] * broadcast(rows[t][b].scale) * to_float(sums[t]);
+      }
+      if (Format::HAS_MINIMUM)
+        for (int t = 0; t < T; t++)
+          total[t] = total[t] + factors.minimum * broadcast(rows[t][b].sum);
+    });
+  }
+
+  static int32_t offset(const QuantisedBlock& x, int h) {
+    return -Format::OFFSET * (Format::SCALES == 2 ? x.halves[h] : x.halves[0] + x.halves[1]);
+  }
+
+  template <int T>
+  static void add_half(const uint8_t* quants, int h, const QuantisedBlock* const* rows, int64_t b,
+                       i32x16* sums) {
+    constexpr int count = QUADS / Format::SCALES;
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+      const int quad = h * count + i;
+      const u8x64 weights = Format::Quants::at(quants, quad);
+      for (int t = 0; t < T; t++) {
+        int32_t four;
+        std::memcpy(&four, rows[t][b].values + 4 * quad, sizeof four);
+        sums[t] = dot<Format::Quants::wide>(sums[t], weights, four);
+      }
+    }
+  }
+
+  static int64_t bytes(int64_t cols) { return group_bytes<Format>(cols); }
 };
 
-struct FloatScale {
-  static constexpr int bytes = 64;
+// Activations in float32: two chains a block, for even and for odd columns.
+template <class Format>
+struct FloatProducts {
+  template <int T>
+  static void add(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
+                  f32x16* total) {
+    const float *x[T], *sums[T];
+    for (int t = 0; t < T; t++) {
+      x[t] = input.row(t0 + t);
+      sums[t] = input.sums(t0 + t);
+    }
+    for_blocks<Format>(group, cols, [&](const uint8_t* header, const uint8_t* block, int64_t b) {
+      const Factors factors = Format::factors(header, block);
+      for (int h = 0; h < Format::SCALES; h++) {
+        f32x16 even[T], odd[T];
+        for (int t = 0; t < T; t++) even[t] = odd[t] = broadcast(0.0f);
+        add_half<T>(block + Format::FACTORS, h, x, even, odd);
+        for (int t = 0; t < T; t++) total[t] = fma(factors.scale[h], even[t] + odd[t], total[t]);
+      }
+      for (int t = 0; t < T; t++) {
+        if (Format::HAS_MINIMUM) total[t] = fma(factors.minimum, broadcast(sums[t][b]), total[t]);
+        x[t] += BLOCK;
+      }
+    });
+  }
+
+  template <int T>
+  static void add_half(const uint8_t* quants, int h, const float* const* x, f32x16* even,
+                       f32x16* odd) {
+    constexpr int count = QUADS / Format::SCALES;
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+      const int quad = h * count + i;
+      const u8x64 weights = Format::Quants::at(quants, quad);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        f32x16 weight = to_float(column(weights, k));
+        if (Format::OFFSET) weight = weight - broadcast(Format::OFFSET);
+        f32x16* sums = k % 2 ? odd : even;
+        for (int t = 0; t < T; t++) sums[t] = fma(weight, broadcast(x[t][4 * quad + k]), sums[t]);
+      }
+    }
+  }
+
+  static int64_t bytes(int64_t cols) { return group_bytes<Format>(cols); }
+};
+
+struct ReadF32 {
+  static constexpr int bytes = 4;
   static f32x16 read(const uint8_t* source) {
     f32x16 result;
     std::memcpy(&result, source, sizeof result);
     return result;
   }
-};
-
-// Weight of column c = scale * q + minimum.
-template <class Scale>
-struct ScaleOnly {
-  static constexpr int bytes = Scale::bytes;
-  static constexpr bool has_minimum = false;
-  static f32x16 minimum(const uint8_t*, const f32x16& scale) { return scale; }
-};
-
-template <class Scale>
-struct ScaleAndMinimum {
-  static constexpr int bytes = 2 * Scale::bytes;
-  static constexpr bool has_minimum = true;
-  static f32x16 minimum(const uint8_t* block, const f32x16&) {
-    return Scale::read(block + Scale::bytes);
-  }
-};
-
-template <class Scale>
-struct Centred {
-  static constexpr int bytes = Scale::bytes;
-  static constexpr bool has_minimum = true;
-  static f32x16 minimum(const uint8_t*, const f32x16& scale) { return scale * broadcast(-8.0f); }
-};
-
-// Columns c (low nibbles) and c + 16 (high nibbles) share a byte.
-struct Nibbles {
-  static constexpr int columns = 32;
-  static constexpr int bytes = 16 * GROUP;
-  template <int T>
-  static void add_products(const uint8_t* quants, const float* const* x, f32x16* first,
-                           f32x16* second) {
-    for (int c = 0; c < 16; c++) {
-      const i32x16 both = load_u8(quants + c * GROUP);
-      const f32x16 low = to_float(low_nibbles(both)), high = to_float(high_nibbles(both));
-      for (int t = 0; t < T; t++) {
-        first[t] = fma(low, broadcast(x[t][c]), first[t]);
-        second[t] = fma(high, broadcast(x[t][c + 16]), second[t]);
-      }
-    }
-  }
-};
-
-template <int COLUMNS>
-struct Bytes {
-  static constexpr int columns = COLUMNS;
-  static constexpr int bytes = COLUMNS * GROUP;
-  template <int T>
-  static void add_products(const uint8_t* quants, const float* const* x, f32x16* first,
-                           f32x16* second) {
-    for (int c = 0; c < COLUMNS; c += 2) {
-      const f32x16 even = to_float(load_i8(quants + c * GROUP));
-      const f32x16 odd = to_float(load_i8(quants + (c + 1) * GROUP));
-      for (int t = 0; t < T; t++) {
-        first[t] = fma(even, broadcast(x[t][c]), first[t]);
-        second[t] = fma(odd, broadcast(x[t][c + 1]), second[t]);
-      }
-    }
-  }
-};
-
-// Blocks of quants with scales. The products of a group of sixteen rows with T rows.
-template <template <class> class Factors, class Scale, class Quants>
-struct Quantised {
-  template <int T>
-  static void products(const uint8_t* group, int64_t cols, const float* const* rows,
-                       const float* const* sums, f32x16* total) {
-    using F = Factors<Scale>;
-    const int64_t n_blocks = cols / Quants::columns;
-    const float* x[T];
-    for (int t = 0; t < T; t++) x[t] = rows[t];
-    for (int64_t b = 0; b < n_blocks; b++) {
-      prefetch(group + AHEAD, F::bytes + Quants::bytes);
-      f32x16 first[T], second[T];
-      for (int t = 0; t < T; t++) first[t] = second[t] = broadcast(0.0f);
-      Quants::template add_products<T>(group + F::bytes, x, first, second);
-      const f32x16 scale = Scale::read(group);
-      const f32x16 minimum = F::minimum(group, scale);
-      for (int t = 0; t < T; t++) {
-        total[t] = fma(scale, first[t] + second[t], total[t]);
-        if (F::has_minimum) total[t] = fma(minimum, broadcast(sums[t][b]), total[t]);
-        x[t] += Quants::columns;
-      }
-      group += F::bytes + Quants::bytes;
-    }
-  }
-  static int64_t group_bytes(int64_t cols) {
-    return cols / Quants::columns * (Factors<Scale>::bytes + Quants::bytes);
-  }
-};
-
-struct ReadF32 {
-  static constexpr int bytes = 4;
-  static f32x16 read(const uint8_t* source) { return FloatScale::read(source); }
 };
 struct ReadF16 {
   static constexpr int bytes = 2;
@@ -130,33 +136,36 @@ struct ReadBF16 {
 
 // Plain numbers, any count of columns. Sums over 32 columns keep rounding errors small.
 template <class Number>
-struct Floating {
+struct PlainProducts {
   template <int T>
-  static void products(const uint8_t* group, int64_t cols, const float* const* rows,
-                       const float* const*, f32x16* total) {
+  static void add(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
+                  f32x16* total) {
     constexpr int64_t step = Number::bytes * GROUP;
-    for (int64_t start = 0; start < cols; start += SUM_BLOCK) {
-      const int64_t end = start + SUM_BLOCK < cols ? start + SUM_BLOCK : cols;
-      prefetch(group + start * step + AHEAD, SUM_BLOCK * step);
-      f32x16 first[T], second[T];
-      for (int t = 0; t < T; t++) first[t] = second[t] = broadcast(0.0f);
+    const float* x[T];
+    for (int t = 0; t < T; t++) x[t] = input.row(t0 + t);
+    for (int64_t start = 0; start < cols; start += BLOCK) {
+      const int64_t end = start + BLOCK < cols ? start + BLOCK : cols;
+      prefetch(group + start * step + AHEAD, BLOCK * step);
+      f32x16 even[T], odd[T];
+      for (int t = 0; t < T; t++) even[t] = odd[t] = broadcast(0.0f);
       int64_t c = start;
       for (; c + 1 < end; c += 2) {
-        const f32x16 even = Number::read(group + c * step);
-        const f32x16 odd = Number::read(group + (c + 1) * step);
+        const f32x16 first = Number::read(group + c * step);
+        const f32x16 second = Number::read(group + (c + 1) * step);
         for (int t = 0; t < T; t++) {
-          first[t] = fma(even, broadcast(rows[t][c]), first[t]);
-          second[t] = fma(odd, broadcast(rows[t][c + 1]), second[t]);
+          even[t] = fma(first, broadcast(x[t][c]), even[t]);
+          odd[t] = fma(second, broadcast(x[t][c + 1]), odd[t]);
         }
       }
       if (c < end) {
         const f32x16 last = Number::read(group + c * step);
-        for (int t = 0; t < T; t++) first[t] = fma(last, broadcast(rows[t][c]), first[t]);
+        for (int t = 0; t < T; t++) even[t] = fma(last, broadcast(x[t][c]), even[t]);
       }
-      for (int t = 0; t < T; t++) total[t] = total[t] + (first[t] + second[t]);
+      for (int t = 0; t < T; t++) total[t] = total[t] + (even[t] + odd[t]);
     }
   }
-  static int64_t group_bytes(int64_t cols) { return cols * Number::bytes * GROUP; }
+
+  static int64_t bytes(int64_t cols) { return cols * Number::bytes * GROUP; }
 };
 
 struct Output {
@@ -166,17 +175,12 @@ struct Output {
   int64_t rows;
 };
 
-template <class Format, int T>
+template <class Products, int T>
 void multiply_tile(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
                    int64_t row, const Output& out) {
-  const float *x[T], *sums[T];
   f32x16 total[T];
-  for (int t = 0; t < T; t++) {
-    x[t] = input.values + (t0 + t) * input.stride;
-    sums[t] = input.sums + (t0 + t) * input.sums_stride;
-    total[t] = broadcast(0.0f);
-  }
-  Format::template products<T>(group, cols, x, sums, total);
+  for (int t = 0; t < T; t++) total[t] = broadcast(0.0f);
+  Products::template add<T>(group, cols, input, t0, total);
   const int64_t count = out.rows - row < GROUP ? out.rows - row : GROUP;
   const f32x16 bias = out.bias ? load_partial(out.bias + row, count) : broadcast(0.0f);
   for (int t = 0; t < T; t++) {
@@ -189,67 +193,57 @@ void multiply_tile(const uint8_t* group, int64_t cols, const Input& input, int64
 
 // Groups first ... last - 1 with all rows of the input from t0 on, in tiles of at most T rows: a tile
 // stays in the first cache, the groups in the second.
-template <class Format, int T>
+template <class Products, int T>
 void multiply_tiles(const Matrix& matrix, const Input& input, int64_t t0, int64_t first,
                     int64_t last, const Output& out) {
-  const int64_t bytes = Format::group_bytes(matrix.cols);
+  const int64_t bytes = Products::bytes(matrix.cols);
   for (; t0 + T <= input.n; t0 += T)
     for (int64_t g = first; g < last; g++)
-      multiply_tile<Format, T>(matrix.data + g * bytes, matrix.cols, input, t0, g * GROUP, out);
+      multiply_tile<Products, T>(matrix.data + g * bytes, matrix.cols, input, t0, g * GROUP, out);
   if constexpr (T > 1) {
-    if (t0 < input.n) multiply_tiles<Format, T / 2>(matrix, input, t0, first, last, out);
+    if (t0 < input.n) multiply_tiles<Products, T / 2>(matrix, input, t0, first, last, out);
   }
 }
 
-template <class Format>
-void multiply_format(const Matrix& matrix, const Input& input, int64_t first, int64_t last,
-                     const Output& out) {
-  const int64_t bytes = Format::group_bytes(matrix.cols);
-  const int64_t step = bytes < CHUNK ? CHUNK / bytes : 1;
-  for (int64_t g = first; g < last; g += step)
-    multiply_tiles<Format, MAX_TILE>(matrix, input, 0, g, g + step < last ? g + step : last, out);
-}
+struct Call {
+  const Matrix& matrix;
+  const Input& input;
+  int64_t first, last;
+  Output out;
+
+  template <class Products>
+  void run() const {
+    const int64_t bytes = Products::bytes(matrix.cols);
+    const int64_t step = bytes < CHUNK ? CHUNK / bytes : 1;
+    for (int64_t g = first; g < last; g += step)
+      multiply_tiles<Products, MAX_TILE>(matrix, input, 0, g, g + step < last ? g + step : last,
+                                         out);
+  }
+
+  template <class Format>
+  void run_blocks() const {
+    input.quantises ? run<Int8Products<Format>>() : run<FloatProducts<Format>>();
+  }
+};
 
 }  // namespace
 
-void block_sums(const float* values, int64_t cols, float* sums) {
-  for (int64_t start = 0; start < cols; start += SUM_BLOCK) {
-    const int64_t count = cols - start < SUM_BLOCK ? cols - start : SUM_BLOCK;
-    const int64_t half = count < 16 ? count : 16;
-    const f32x16 low = load_partial(values + start, half);
-    const f32x16 high = load_partial(values + start + half, count - half);
-    *sums++ = sum(low + high);
-  }
-}
-
-void multiply(const Matrix& matrix, const Input& input, int64_t first, int64_t last, float* values,
+void multiply(const Matrix& matrix, const Input& input, int64_t first, int64_t last, float* out,
               int64_t stride) {
-  const Output out{values, stride, matrix.bias, matrix.rows};
+  const Call call{matrix, input, first, last, {out, stride, matrix.bias, matrix.rows}};
   switch (matrix.kind) {
-    case F32: return multiply_format<Floating<ReadF32>>(matrix, input, first, last, out);
-    case F16: return multiply_format<Floating<ReadF16>>(matrix, input, first, last, out);
-    case BF16: return multiply_format<Floating<ReadBF16>>(matrix, input, first, last, out);
-    case NIBBLES_CENTRED:
-      return multiply_format<Quantised<Centred, HalfScale, Nibbles>>(matrix, input, first, last,
-                                                                     out);
-    case NIBBLES_F16:
-      return multiply_format<Quantised<ScaleAndMinimum, HalfScale, Nibbles>>(matrix, input, first,
-                                                                             last, out);
-    case NIBBLES_F32:
-      return multiply_format<Quantised<ScaleAndMinimum, FloatScale, Nibbles>>(matrix, input, first,
-                                                                              last, out);
-    case BYTES_F16:
-      return multiply_format<Quantised<ScaleOnly, HalfScale, Bytes<32>>>(matrix, input, first, last,
-                                                                         out);
-    case BYTES_MIN_F16:
-      return multiply_format<Quantised<ScaleAndMinimum, HalfScale, Bytes<32>>>(matrix, input, first,
-                                                                               last, out);
-    case BYTES_MIN_F32:
-      return multiply_format<Quantised<ScaleAndMinimum, FloatScale, Bytes<32>>>(matrix, input,
-                                                                                first, last, out);
-    case BYTES16_F32:
-      return multiply_format<Quantised<ScaleOnly, FloatScale, Bytes<16>>>(matrix, input, first,
-                                                                          last, out);
+    case F32: return call.run<PlainProducts<ReadF32>>();
+    case F16: return call.run<PlainProducts<ReadF16>>();
+    case BF16: return call.run<PlainProducts<ReadBF16>>();
+    case Q4_0: return call.run_blocks<Scaled<Nibbles, 8>>();
+    case Q4_1: return call.run_blocks<ScaledWithMinimum<Nibbles>>();
+    case Q5_0: return call.run_blocks<Scaled<FiveBits, 16>>();
+    case Q5_1: return call.run_blocks<ScaledWithMinimum<FiveBits>>();
+    case Q8_0: return call.run_blocks<Scaled<Bytes, 128>>();
+    case Q4_K: return call.run_blocks<KScaled<Nibbles>>();
+    case Q5_K: return call.run_blocks<KScaled<FiveBits>>();
+    case Q6_K: return call.run_blocks<HalvesScaled>();
+    case IQ4_NL: return call.run_blocks<Scaled<Table, 128>>();
   }
 }
 

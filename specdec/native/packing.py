@@ -1,8 +1,9 @@
 """GGUF's blocks to the layout of the native kernels: rows interleaved by sixteen.
 
-A group of sixteen rows is a sequence of blocks: sixteen scales, sixteen minima if the format has
-them, then the quants column by column, sixteen rows each. Four-bit formats keep two columns in a
-byte. Formats without a packed form of their own are dequantised to float32, interleaved.
+A group of sixteen rows is a sequence of blocks of 32 columns: the factors of the sixteen rows, then
+the quants, four columns of a row side by side; K formats have a header for every eight blocks.
+formats.h has the details. Plain numbers stand column by column. Formats without a packed form of
+their own are dequantised to float32.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ _CHUNK_BYTES = 1 << 22
 
 
 class Kind(enum.IntEnum):
-    """How a block is stored; the numbers are those of ``Kind`` in matmul.h."""
+    """How a matrix is stored; the numbers are those of ``Kind`` in matmul.h."""
 
     F32 = 0
     F16 = 1
     BF16 = 2
-    NIBBLES_CENTRED = 3
-    NIBBLES_F16 = 4
-    NIBBLES_F32 = 5
-    BYTES_F16 = 6
-    BYTES_MIN_F16 = 7
-    BYTES_MIN_F32 = 8
-    BYTES16_F32 = 9
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q5_1 = 6
+    Q8_0 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+    IQ4_NL = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,14 @@ class PackedMatrix:
 
 
 class Parts(NamedTuple):
-    """The blocks of some rows, taken apart: N blocks of S sub-blocks."""
+    """The blocks of some rows, taken apart: N blocks of S sub-blocks of 32 columns."""
 
+    header: tuple[Tensor, ...]
+    """Factors that the sub-blocks share, [N] float16 each."""
     factors: tuple[Tensor, ...]
-    """Scales, then minima if there are any, each [N, S] float16 or float32."""
+    """Factors of every sub-block, [N, S] of their own type each."""
     quants: Tensor
-    """[N, S, W] uint8, a byte a column or, for four bits, a byte for columns c and c + 16."""
+    """[N, S, W] int32: the bytes of a row's sub-block, four columns in every word."""
 
 
 Splitter = Callable[[Tensor], Parts]
@@ -69,12 +74,13 @@ def pack(raw: Tensor, ggml_type: str, cols: int) -> PackedMatrix:
     Every value stays what `quant.dequantize` would give, up to one rounding of scale times quant.
     """
     rows = raw.shape[0]
-    kind, split = _FORMATS.get(ggml_type, (Kind.F32, None))
+    kind = Kind[ggml_type] if ggml_type in PACKED_TYPES else Kind.F32
+    split = _SPLITTERS.get(ggml_type)
     step = max(1, _CHUNK_BYTES // (raw.shape[1] * GROUP)) * GROUP
     groups = []
     for start in range(0, max(rows, 1), step):
         part = raw[start : start + step]
-        if ggml_type not in _FORMATS:
+        if ggml_type not in PACKED_TYPES:
             values = quant.dequantize(part.numpy(), ggml_type, (part.shape[0], cols))
             part = values.float().view(torch.uint8)
         if missing := -part.shape[0] % GROUP:
@@ -89,17 +95,33 @@ def pack(raw: Tensor, ggml_type: str, cols: int) -> PackedMatrix:
 def _pack_blocks(raw: Tensor, type_size: int, split: Splitter) -> Tensor:
     """Whole groups of rows of a block format, [rows, bytes] to [groups, bytes]."""
     parts = split(raw.reshape(-1, type_size))
-    pieces = [factor.contiguous().unsqueeze(-1).view(torch.uint8) for factor in parts.factors]
-    n_groups, n_blocks = raw.shape[0] // GROUP, parts.quants.numel() // parts.quants.shape[-1]
-    widths = [piece.shape[-1] * GROUP for piece in (*pieces, parts.quants)]
-    out = torch.empty(n_groups, n_blocks // raw.shape[0], sum(widths), dtype=torch.uint8)
-    *factors, quants = torch.split(out, widths, dim=-1)
-    for packed, piece in zip(factors, pieces, strict=True):
-        rows = piece.reshape(n_groups, GROUP, -1, piece.shape[-1])
-        torch.unflatten(packed, -1, (GROUP, -1)).copy_(rows.permute(0, 2, 1, 3))
-    rows = parts.quants.reshape(n_groups, GROUP, -1, parts.quants.shape[-1])
-    torch.unflatten(quants, -1, (-1, GROUP)).copy_(rows.permute(0, 2, 3, 1))
+    n_sub = parts.quants.shape[1]
+    header = [factor[:, None, None] for factor in parts.header]
+    blocks = [*(factor[:, :, None] for factor in parts.factors), parts.quants]
+    n_header, n_block = (sum(map(_bytes_of, pieces)) for pieces in (header, blocks))
+    n_groups = raw.shape[0] // GROUP
+    n_blocks = parts.quants.shape[0] // raw.shape[0]
+    out = torch.empty(n_groups, n_blocks, n_header + n_sub * n_block, dtype=torch.uint8)
+    _place(header, out[..., None, :n_header])
+    _place(blocks, torch.unflatten(out[..., n_header:], -1, (n_sub, n_block)))
     return out.flatten(1)
+
+
+def _bytes_of(piece: Tensor) -> int:
+    """Bytes of a sub-block of sixteen rows in a piece [N, S, K]."""
+    return piece.shape[-1] * piece.element_size() * GROUP
+
+
+def _place(pieces: list[Tensor], out: Tensor) -> None:
+    """Fills ``out`` [groups, N, S, bytes] with the pieces [rows * N, S, K], rows interleaved."""
+    start = 0
+    for piece in pieces:
+        end = start + _bytes_of(piece)
+        n_groups, n_blocks, n_sub, _ = out.shape
+        elements = piece.reshape(n_groups, GROUP, n_blocks, n_sub, -1).permute(0, 2, 3, 4, 1)
+        place = out[..., start:end].view(piece.dtype)
+        torch.unflatten(place, -1, (-1, GROUP)).copy_(elements)
+        start = end
 
 
 def _interleave(raw: Tensor, cols: int) -> Tensor:
@@ -109,83 +131,97 @@ def _interleave(raw: Tensor, cols: int) -> Tensor:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at byte ``start`` of every block, [N, 1]."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16)
+    """The float16 at byte ``start`` of every block, [N]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).squeeze(1)
 
 
-def _bytes(values: Tensor) -> Tensor:
-    """Small integers as signed bytes, [N, S, W] uint8."""
-    return values.to(torch.int8).view(torch.uint8)
+def _words(quants: Tensor) -> Tensor:
+    """Bytes [..., W] as words [..., W / 4]."""
+    return quants.contiguous().view(torch.int32)
+
+
+def _five_bits(values: Tensor) -> Tensor:
+    """Values [N, S, 32] below 32: a word of fifth bits, then nibbles."""
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = torch.unflatten(values >> 4, -1, (8, 4)) << places
+    return torch.cat((_words(high.sum(-2, dtype=torch.uint8)), _nibbles(values)), dim=-1)
+
+
+def _six_bits(values: Tensor) -> Tensor:
+    """Values [N, S, 32] below 64: two words of upper bits, then nibbles."""
+    places = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
+    high = (torch.unflatten(values >> 4, -1, (2, 4, 4)) << places).sum(-2, dtype=torch.uint8)
+    return torch.cat((_words(high.flatten(-2)), _nibbles(values)), dim=-1)
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    """The lower four bits of values [N, S, 32], columns c and c + 16 in a byte."""
+    return _words((values[..., :16] & 15) | (values[..., 16:] << 4))
 
 
 def _q4_0(blocks: Tensor) -> Parts:
-    return Parts((_half(blocks, 0),), blocks[:, None, 2:])
+    return Parts((), (_half(blocks, 0)[:, None],), _words(blocks[:, None, 2:]))
 
 
 def _q4_1(blocks: Tensor) -> Parts:
-    return Parts((_half(blocks, 0), _half(blocks, 2)), blocks[:, None, 4:])
+    factors = _half(blocks, 0)[:, None], _half(blocks, 2)[:, None]
+    return Parts((), factors, _words(blocks[:, None, 4:]))
 
 
-def _five_bits(blocks: Tensor, start: int) -> Tensor:
+def _q5(blocks: Tensor, n_factors: int) -> Parts:
+    start = 2 * n_factors
     low = quant.nibbles(blocks[:, start + 4 :]).flatten(1)
-    return low | quant.high_bits(blocks[:, start : start + 4])
+    values = low | quant.high_bits(blocks[:, start : start + 4])
+    factors = tuple(_half(blocks, 2 * i)[:, None] for i in range(n_factors))
+    return Parts((), factors, _five_bits(values.unsqueeze(1)))
 
 
 def _q5_0(blocks: Tensor) -> Parts:
-    return Parts((_half(blocks, 0),), _bytes(_five_bits(blocks, 2).short() - 16).unsqueeze(1))
+    return _q5(blocks, 1)
 
 
 def _q5_1(blocks: Tensor) -> Parts:
-    return Parts((_half(blocks, 0), _half(blocks, 2)), _five_bits(blocks, 4).unsqueeze(1))
+    return _q5(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Parts:
-    return Parts((_half(blocks, 0),), blocks[:, None, 2:])
-
-
-def _iq4_nl(blocks: Tensor) -> Parts:
-    table = torch.tensor(quant.IQ4_VALUES, dtype=torch.int8).view(torch.uint8)
-    codes = quant.nibbles(blocks[:, 2:]).flatten(1)
-    return Parts((_half(blocks, 0),), table[codes.long()].unsqueeze(1))
-
-
-def _k_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    scales, mins = quant.k_scales(blocks)
-    return scales.squeeze(2), -mins.squeeze(2)
+    return Parts((), (_half(blocks, 0)[:, None],), _words(blocks[:, None, 2:] ^ 128))
 
 
 def _q4_k(blocks: Tensor) -> Parts:
     values = quant.nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1, 2)
-    return Parts(_k_factors(blocks), values[..., :16] | (values[..., 16:] << 4))
+    return Parts(_k_header(blocks), quant.k_integers(blocks), _nibbles(values))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     low = quant.nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1, 2)
-    return Parts(_k_factors(blocks), low | (quant.bit_fields(blocks[:, 16:48], 1) << 4))
+    values = low | (quant.bit_fields(blocks[:, 16:48], 1) << 4)
+    return Parts(_k_header(blocks), quant.k_integers(blocks), _five_bits(values))
+
+
+def _k_header(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _half(blocks, 0), _half(blocks, 2)
 
 
 def _q6_k(blocks: Tensor) -> Parts:
     low = quant.nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
     high = quant.bit_fields(blocks[:, 128:192].view(-1, 2, 32), 2).flatten(1)
-    scales = blocks[:, 192:208].view(torch.int8) * _half(blocks, 208).float()
-    values = (low | (high << 4)).short() - 32
-    return Parts((scales,), _bytes(values).view(-1, 16, 16))
+    scales = torch.unflatten(blocks[:, 192:208], 1, (8, 2))
+    values = (low | (high << 4)).view(-1, 8, 32)
+    return Parts((_half(blocks, 208),), (scales[..., 0], scales[..., 1]), _six_bits(values))
 
 
-_FORMATS: dict[str, tuple[Kind, Splitter | None]] = {
-    "F32": (Kind.F32, None),
-    "F16": (Kind.F16, None),
-    "BF16": (Kind.BF16, None),
-    "Q4_0": (Kind.NIBBLES_CENTRED, _q4_0),
-    "Q4_1": (Kind.NIBBLES_F16, _q4_1),
-    "Q4_K": (Kind.NIBBLES_F32, _q4_k),
-    "Q8_0": (Kind.BYTES_F16, _q8_0),
-    "Q5_0": (Kind.BYTES_F16, _q5_0),
-    "IQ4_NL": (Kind.BYTES_F16, _iq4_nl),
-    "Q5_1": (Kind.BYTES_MIN_F16, _q5_1),
-    "Q5_K": (Kind.BYTES_MIN_F32, _q5_k),
-    "Q6_K": (Kind.BYTES16_F32, _q6_k),
+_SPLITTERS: dict[str, Splitter] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _q4_0,  # the same bytes, read through a table
 }
 
-PACKED_TYPES = tuple(_FORMATS)
+PACKED_TYPES = tuple(kind.name for kind in Kind)
 """GGUF types with a packed form; all others become float32."""

@@ -1,16 +1,10 @@
-// A team of threads that works through the steps of one call together.
+// Work in steps, each shared out among threads in chunks.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <thread>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include <deque>
+#include <functional>
 
 namespace specdec {
 
@@ -18,58 +12,46 @@ struct Range {
   int64_t first, last;
 };
 
-class Team {
+// Part `index` of `count` items in `parts` nearly equal ones.
+inline Range part_of(int64_t count, int64_t index, int64_t parts) {
+  return {count * index / parts, count * (index + 1) / parts};
+}
+
+// One step: its chunks may run in any order on any thread, after all chunks of the step before.
+struct Step {
+  int64_t count, n_chunks;
+  std::function<void(Range, int)> work;  // (items, index of the thread)
+  alignas(64) std::atomic<int64_t> taken{0};
+  alignas(64) std::atomic<int64_t> done{0};
+
+  Step(int64_t count, int64_t n_chunks, std::function<void(Range, int)> work)
+      : count(count), n_chunks(n_chunks), work(std::move(work)) {}
+};
+
+class Steps {
  public:
-  // Returns when all `size` threads have called it. Spins for some microseconds, then gives the
-  // core away: another program may be using it.
-  void wait(int size) {
-    if (size == 1) return;
-    const int round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-      arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++)
-      spins < SPINS ? relax() : std::this_thread::yield();
+  explicit Steps(int n_threads) : n_threads(n_threads) {}
+
+  // A step over `count` items in a few chunks for every thread.
+  void add(int64_t count, std::function<void(Range, int)> work) {
+    const int64_t most = n_threads == 1 ? 1 : CHUNKS * n_threads;
+    steps_.emplace_back(count, count < most ? count : most, std::move(work));
   }
+
+  // Takes part in all steps as thread number `index`; returns when the last one is done. What a step's
+  // work refers to is touched only while chunks are left.
+  void take_part(int index);
+
+  const int n_threads;
 
  private:
-  static constexpr int SPINS = 2000;
-  static void relax() {
-#if defined(__SSE2__)
-    _mm_pause();
-#endif
-  }
-
-  std::atomic<int> arrived_{0};
-  std::atomic<int> round_{0};
+  static constexpr int64_t CHUNKS = 4;
+  std::deque<Step> steps_;
 };
 
-// One thread of a team.
-struct Worker {
-  Team& team;
-  int index, size;
-
-  void wait() const { team.wait(size); }
-
-  // This thread's share of `count` items.
-  Range share(int64_t count) const {
-    return {count * index / size, count * (index + 1) / size};
-  }
-};
-
-// Runs work(Worker) on up to n_threads threads.
-template <class Work>
-void run_team(int n_threads, const Work& work) {
-  Team team;
-#if defined(_OPENMP)
-#pragma omp parallel num_threads(n_threads) if (n_threads > 1)
-  work(Worker{team, omp_get_thread_num(), omp_get_num_threads()});
-#else
-  (void)n_threads;
-  work(Worker{team, 0, 1});
-#endif
-}
+// Runs the steps on up to steps.n_threads threads, the caller's being one of them. Threads are kept for
+// the next call, calls from several threads take turns. A thread that gets no core is not waited for
+// unless it has a chunk in hand: others do its share.
+void run_steps(Steps&& steps);
 
 }  // namespace specdec

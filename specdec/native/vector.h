@@ -85,6 +85,7 @@ inline f32x16 operator*(const f32x16& a, const f32x16& b) {
 inline f32x16 operator/(const f32x16& a, const f32x16& b) {
   SPECDEC_PARTS(f32x16, a.part[p] / b.part[p]);
 }
+inline i32x16 broadcast_int(int32_t value) { SPECDEC_PARTS(i32x16, value - i32_lanes{}); }
 inline f32x16 max(const f32x16& a, const f32x16& b) {
   SPECDEC_PARTS(f32x16, a.part[p] > b.part[p] ? a.part[p] : b.part[p]);
 }
@@ -146,9 +147,6 @@ inline i32x16 load_i8(const uint8_t* source) {
 inline f32x16 to_float(const i32x16& a) {
   SPECDEC_PARTS(f32x16, __builtin_convertvector(a.part[p], f32_lanes));
 }
-inline i32x16 low_nibbles(const i32x16& a) { SPECDEC_PARTS(i32x16, a.part[p] & 15); }
-inline i32x16 high_nibbles(const i32x16& a) { SPECDEC_PARTS(i32x16, a.part[p] >> 4); }
-
 inline f32x16 load_bf16(const uint8_t* source) {
   f32x16 result;
   for (int p = 0; p < PARTS; p++) {
@@ -218,6 +216,24 @@ inline float sum(const f32x16& value) {
   for (int width = 8; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
+}
+
+// The sums of four vectors, each by the tree of `sum`.
+inline void sum_four(const f32x16* values, float* out) {
+#if defined(__AVX512F__) || defined(SPECDEC_AVX2)
+  __m128 rows[4];
+  for (int i = 0; i < 4; i++) {
+    __m256 halves[2];
+    std::memcpy(halves, &values[i], sizeof halves);
+    const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
+    rows[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  }
+  _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+  const __m128 even = _mm_add_ps(rows[0], rows[2]), odd = _mm_add_ps(rows[1], rows[3]);
+  _mm_storeu_ps(out, _mm_add_ps(even, odd));
+#else
+  for (int i = 0; i < 4; i++) out[i] = sum(values[i]);
 #endif
 }
 

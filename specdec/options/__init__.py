@@ -25,9 +25,11 @@ from specdec.options.front import (
     Switch,
     TokenizeOptions,
 )
-from specdec.options.model import Kernels, ModelOptions, RopeOptions, RopeScaling
+from specdec.options.model import Activations, Kernels, ModelOptions, RopeOptions, RopeScaling
 from specdec.options.sampling import DEFAULT_SAMPLERS, RANDOM_SEED, SamplingOptions
 from specdec.options.spec import (
+    AUTO,
+    AUTO_LONGEST,
     DFLASH_TYPES,
     SPEC_TYPES,
     DraftOptions,
@@ -42,11 +44,14 @@ from specdec.options.spec import (
 from specdec.options.train import EvaluateOptions, TrainOptions
 
 __all__ = [
+    "AUTO",
+    "AUTO_LONGEST",
     "CACHE_TYPES",
     "DEFAULT_SAMPLERS",
     "DFLASH_TYPES",
     "RANDOM_SEED",
     "SPEC_TYPES",
+    "Activations",
     "BenchOptions",
     "ChatOptions",
     "DraftOptions",

@@ -11,6 +11,7 @@ from specdec.options.checks import CACHE_TYPES, check_layers, require
 
 RopeScaling = Literal["none", "linear", "yarn"]
 Kernels = Literal["auto", "native", "torch"]
+Activations = Literal["int8", "f32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class ModelOptions:
     """Compute threads; 0 or less = all physical cores."""
     kernels: Kernels = "auto"
     """`native`: packed weights on the CPU; `torch`: float32 weights; `auto`: native if it can."""
+    activations: Activations = "int8"
+    """What native kernels multiply quantised weights with."""
     override_kv: tuple[str, ...] = ()
     """Metadata overrides, `KEY=TYPE:VALUE`."""
     check_tensors: bool = False

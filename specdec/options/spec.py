@@ -30,6 +30,10 @@ SPEC_TYPES = (
 DFLASH_TYPES = ("draft-dflash", "draft-dspark", "draft-dflash2", "draft-lilicorr")
 """Spec types whose draft is a member of the DFlash family; at most one of them may be on."""
 
+AUTO = -1
+"""A draft length that is chosen from measured costs, up to `AUTO_LONGEST`."""
+AUTO_LONGEST = 16
+
 DraftSampling = Literal["greedy", "probabilistic"]
 
 
@@ -42,7 +46,7 @@ class DraftOptions:
     hf_repo: str | None = None
     """The draft on the Hugging Face hub, `user/repo[:quant]`."""
     n_max: int = 3
-    """Longest draft in tokens."""
+    """Longest draft in tokens; `AUTO` = whatever gives the most tokens per second."""
     n_min: int = 0
     """Shorter drafts are dropped."""
     p_min: float = 0.0
@@ -59,7 +63,10 @@ class DraftOptions:
     """Type of the draft's value cache; None = the type of the computation."""
 
     def __post_init__(self) -> None:
-        require(self.n_max >= 0, f"--spec-draft-n-max must be 0 or more, got {self.n_max}")
+        require(
+            self.n_max >= 0 or self.n_max == AUTO,
+            f"--spec-draft-n-max must be auto, or 0 or more, got {self.n_max}",
+        )
         check_layers("--spec-draft-ngl", self.n_gpu_layers)
         require(not math.isnan(self.p_min), "--spec-draft-p-min must be a number")
         require(

@@ -13,7 +13,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.models.rows import ROW_BLOCK
-from specdec.options import Kernels
+from specdec.options import Activations, Kernels
 
 VECTORS = Path(__file__).parent.parent / "data" / "vectors"
 FLOAT_FILES = {
@@ -37,9 +37,11 @@ def with_kernels(*names: str) -> list[tuple[str, Kernels]]:
     return [(name, k) for name in names for k in KERNELS if k == "torch" or name not in experts]
 
 
-def load(name: str, kernels: Kernels) -> tuple[Target, dict[str, np.ndarray]]:
+def load(
+    name: str, kernels: Kernels, activations: Activations = "f32"
+) -> tuple[Target, dict[str, np.ndarray]]:
     with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
-        target = load_target(file, kernels=kernels)
+        target = load_target(file, kernels=kernels, activations=activations)
     with np.load(VECTORS / f"{name}.npz") as recorded:
         return target, dict(recorded)
 
@@ -99,9 +101,12 @@ def test_prompt_chunks_agree_with_single_rows(name: str, kernels: Kernels) -> No
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("activations", ["f32", "int8"])
 @pytest.mark.parametrize(("name", "kernels"), with_kernels(*QUANTISED))
-def test_quantised_files_within_activation_rounding(name: str, kernels: Kernels) -> None:
-    target, recorded = load(name, kernels)
+def test_quantised_files_within_activation_rounding(
+    name: str, kernels: Kernels, activations: Activations
+) -> None:
+    target, recorded = load(name, kernels, activations)
     logits = target(tokens(recorded["p0_ids"]), target.new_cache(512)).logits
     expected = torch.from_numpy(recorded["p0_logits"])
     assert float((logits - expected).abs().max()) < 0.3
@@ -169,6 +174,10 @@ def test_a_tap_is_the_input_of_the_layer(kernels: Kernels) -> None:
     target, recorded = load("tgt_qwen3", kernels)
     for i, layer in enumerate(target.blk):
         layer.forward = lambda hidden, *_, i=i: hidden + 10.0**i  # type: ignore[method-assign]
+    if kernels == "native":
+        target._run_layers = lambda layers, hidden, cache, first, *_: (
+            hidden + sum(10.0 ** (first + i) for i in range(len(layers)))
+        )
     ids = tokens(recorded["p0_ids"])[:3]
     embedded = target.embed(ids)
     output = target(ids, target.new_cache(8), taps=(4, 0, 2, 2))

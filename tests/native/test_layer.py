@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from specdec.errors import CacheError
@@ -15,6 +16,7 @@ from specdec.models.rows import Rows
 from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
 from specdec.native.library import load_library
 from specdec.native.packing import PackedMatrix, pack
+from specdec.options import Activations
 
 PLAIN = LayerSpec(
     n_embd=48,
@@ -49,24 +51,30 @@ DEPTHS = (0, 1, 255, 1000)
 class ModuleWeights(Weights):
     """The parameters of a torch module in place of a file's tensors."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._state = module.state_dict()
+    def __init__(self, module: torch.nn.Module, ggml_type: str) -> None:
+        self._state, self._type = module.state_dict(), ggml_type
 
     def matrix(self, name: str) -> PackedMatrix:
         weight = self._state[name].contiguous()
-        return pack(weight.view(torch.uint8), "F32", weight.shape[1])
+        if self._type == "F32":
+            return pack(weight.view(torch.uint8), "F32", weight.shape[1])
+        raw = quants.quantize(weight.numpy(), GGMLQuantizationType[self._type])
+        return pack(torch.from_numpy(raw), self._type, weight.shape[1])
 
     def vector(self, name: str) -> Tensor:
         return self._state[name].contiguous()
 
 
-def build(spec: LayerSpec) -> tuple[DecoderLayer, NativeLayer]:
+def build(
+    spec: LayerSpec, ggml_type: str = "F32", activations: Activations = "f32"
+) -> tuple[DecoderLayer, NativeLayer]:
     generator = torch.Generator().manual_seed(spec.n_ff)
     plain = DecoderLayer(spec).requires_grad_(False)
     for name, weight in plain.named_parameters():
         torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     names = list(plain.state_dict())
-    return plain, NativeLayer(load_library(), spec, names, "", ModuleWeights(plain))
+    weights = ModuleWeights(plain, ggml_type)
+    return plain, NativeLayer(load_library(), spec, names, "", weights, activations)
 
 
 class Run:
@@ -104,10 +112,28 @@ def test_agrees_with_the_torch_layer(name: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUANTISED = replace(PLAIN, n_embd=64, n_ff=96, head_dim=32, head_dim_v=32)
+QUANTISED_VARIANTS = {
+    "Q4_1": QUANTISED,
+    "Q8_0": replace(QUANTISED, has_qk_norm=True, has_post_norms=True),
+    "Q5_0": replace(QUANTISED, n_head=8, n_head_kv=4, head_dim=16, head_dim_v=16),
+}
+
+
+@pytest.mark.parametrize("ggml_type", QUANTISED_VARIANTS)
+def test_eight_bit_activations_stay_close(ggml_type: str) -> None:
+    spec = QUANTISED_VARIANTS[ggml_type]
+    exact, rounded = (Run(build(spec, ggml_type, kind)[1]) for kind in ("f32", "int8"))
+    hidden = random_rows(spec, 20)
+    expected, found = exact(hidden) - hidden, rounded(hidden) - hidden
+    assert not torch.equal(found, expected)
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *QUANTISED_VARIANTS])
 def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
-    spec = VARIANTS[name]
-    run = Run(build(spec)[1])
+    spec = VARIANTS.get(name) or QUANTISED_VARIANTS[name]
+    run = Run(build(spec)[1] if name in VARIANTS else build(spec, name, "int8")[1])
     hidden = random_rows(spec, 32)
     before = torch.get_num_threads()
     for depth in DEPTHS:
@@ -149,7 +175,7 @@ def test_heads_and_norms_take_what_torch_takes() -> None:
     weight = torch.randn(20, 12, generator=torch.Generator().manual_seed(3))
     packed = pack(weight.view(torch.uint8), "F32", 12)
     head, norm = (
-        NativeLinear(load_library(), packed),
+        NativeLinear(load_library(), packed, "int8"),
         NativeRMSNorm(load_library(), weight[0], 1e-5),
     )
     for shape in ((12,), (1, 12), (0, 12), (2, 3, 12)):

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
+from random_blocks import raw_rows
 from torch import Tensor
 
 from specdec import quant
 from specdec.native.library import load_library
 from specdec.native.packing import GROUP, PACKED_TYPES, pack
+from specdec.options import Activations
 
-SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q3_K": (108,)}
-"""Where the float16 numbers of a block are, for formats that `gguf` cannot write."""
+PLAIN = ("F32", "F16", "BF16", "Q3_K")
+"""Formats whose weights are kept as plain numbers; their activations stay as they are."""
+SIX_BIT_SCALES = ("Q4_K", "Q5_K")
 N_COLS = 512
 
 
@@ -27,51 +29,53 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def raw_rows(ggml_type: str, rows: int, cols: int) -> np.ndarray:
-    """Random rows of a format, [rows, bytes]."""
-    rng = np.random.default_rng(rows * cols)
-    if ggml_type not in SCALES:
-        values = rng.standard_normal((rows, cols)).astype(np.float32)
-        blocks = quants.quantize(values, GGMLQuantizationType[ggml_type])
-        return np.ascontiguousarray(blocks).view(np.uint8).reshape(rows, -1)
-    block_size, type_size = quant.block_layout(ggml_type)
-    raw = rng.integers(0, 256, (rows * cols // block_size, type_size), dtype=np.uint8)
-    for start in SCALES[ggml_type]:
-        factors = rng.uniform(-0.02, 0.02, (len(raw), 1)).astype(np.float16)
-        raw[:, start : start + 2] = factors.view(np.uint8)
-    return raw.reshape(rows, -1)
-
-
-def product(ggml_type: str, raw: np.ndarray, x: Tensor) -> Tensor:
+def product(ggml_type: str, raw: np.ndarray, x: Tensor, activations: Activations = "f32") -> Tensor:
     packed = pack(torch.from_numpy(raw.copy()), ggml_type, x.shape[1])
-    return load_library().multiply(packed, x)
+    return load_library().multiply(packed, x, activations)
 
 
-def check(ggml_type: str, rows: int, cols: int, n: int) -> None:
+def check(ggml_type: str, rows: int, cols: int, n: int, activations: Activations = "f32") -> None:
     raw = raw_rows(ggml_type, rows, cols)
     x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, cols))).float()
     weight = quant.dequantize(raw, ggml_type, (rows, cols)).double()
     expected = x.double() @ weight.T
     bound = x.double().abs() @ weight.abs().T  # rounding errors grow with the summands
-    error = (product(ggml_type, raw, x).double() - expected).abs() / bound.clamp(min=1e-30)
-    assert float(error.max()) < 2e-6
+    if activations == "int8" and ggml_type not in PLAIN:
+        expected = quantised(x).double() @ weight.T
+    found = product(ggml_type, raw, x, activations).double()
+    assert float(((found - expected).abs() / bound.clamp(min=1e-30)).max()) < 2e-6
 
 
+def quantised(x: Tensor) -> Tensor:
+    """What is left of activations [T, N] in eight bits: 255 steps a block of 32."""
+    blocks = x.view(x.shape[0], -1, 32)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    rounded: Tensor = torch.round(blocks * (127 / largest)) * (largest / 127)
+    return rounded.view(x.shape)
+
+
+@pytest.mark.parametrize("activations", ["f32", "int8"])
 @pytest.mark.parametrize("ggml_type", [*PACKED_TYPES, "Q3_K"])
-def test_products_agree_with_float64(ggml_type: str, threads: int) -> None:
-    check(ggml_type, rows=40, cols=N_COLS, n=5)
+def test_products_agree_with_float64(
+    ggml_type: str, threads: int, activations: Activations
+) -> None:
+    check(ggml_type, rows=40, cols=N_COLS, n=5, activations=activations)
 
 
+@pytest.mark.parametrize("activations", ["f32", "int8"])
 @pytest.mark.parametrize("ggml_type", [*PACKED_TYPES, "Q3_K"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(ggml_type: str) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    ggml_type: str, activations: Activations
+) -> None:
     raw = raw_rows(ggml_type, 40, N_COLS)
     x = torch.randn(32, N_COLS, generator=torch.Generator().manual_seed(1))
-    alone = torch.cat([product(ggml_type, raw, row) for row in x.split(1)])
+    alone = torch.cat([product(ggml_type, raw, row, activations) for row in x.split(1)])
     before = torch.get_num_threads()
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
         for n in range(1, 33):
-            assert torch.equal(product(ggml_type, raw, x[:n]), alone[:n]), f"{n} rows"
+            found = product(ggml_type, raw, x[:n], activations)
+            assert torch.equal(found, alone[:n]), f"{n} rows"
     torch.set_num_threads(before)
 
 
@@ -92,10 +96,12 @@ def test_any_number_of_activation_rows(n: int, threads: int) -> None:
     check("Q4_1", rows=33, cols=64, n=n)
 
 
-@pytest.mark.parametrize("ggml_type", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("ggml_type", PACKED_TYPES)
 def test_packed_size_is_the_size_in_the_file(ggml_type: str) -> None:
+    """Six bits a scale become eight in Q4_K and Q5_K."""
     raw = raw_rows(ggml_type, 2 * GROUP, N_COLS)
-    assert pack(torch.from_numpy(raw), ggml_type, N_COLS).data.numel() == raw.size
+    more = 4 * raw.size // quant.block_layout(ggml_type)[1] if ggml_type in SIX_BIT_SCALES else 0
+    assert pack(torch.from_numpy(raw), ggml_type, N_COLS).data.numel() == raw.size + more
 
 
 def test_large_tensors_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +115,7 @@ def test_wrong_shapes_never_reach_the_kernels() -> None:
     packed = pack(torch.from_numpy(raw_rows("F32", 16, 32)), "F32", 32)
     for x in (torch.zeros(2, 31), torch.zeros(2, 32).double(), torch.zeros(2, 33)):
         with pytest.raises(ValueError, match="expected float32"):
-            load_library().multiply(packed, x)
+            load_library().multiply(packed, x, "int8")
 
 
 def test_half_precision_specials() -> None:

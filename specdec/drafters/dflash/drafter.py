@@ -104,7 +104,8 @@ class DFlashDrafter:
         """The context's keys and values, and the fused features that a head may ask for."""
         (dtype_k, dtype_v), device = self._dtypes, self.model.device
         shapes = self.model.trunk.cache_shapes
-        context = KVCache(shapes, self.n_ctx, device=device, dtype_k=dtype_k, dtype_v=dtype_v)
+        n_rows = self.n_ctx + self.model.config.block_size  # native trunks put the block behind
+        context = KVCache(shapes, n_rows, device=device, dtype_k=dtype_k, dtype_v=dtype_v)
         features = [CacheShape(1, self.model.config.n_embd, 0)]
         return context, KVCache(features, self.n_ctx, device=device)
 

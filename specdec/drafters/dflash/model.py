@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from specdec.drafters.dflash import BACKBONES, HEADS, backbone_of, head_of
 from specdec.drafters.dflash.config import DraftConfig, read_config
 from specdec.drafters.dflash.head import DraftHead
+from specdec.drafters.dflash.native_trunk import pack_draft
 from specdec.drafters.dflash.trunk import Backbone
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.gguf_file import GGUFFile
 from specdec.models.base import Target
-from specdec.models.loading import load_modules
+from specdec.models.loading import check_names, load_modules
+from specdec.options import Activations, Kernels
 
 IGNORED = ("rope_freqs.weight",)
 """Tensors that are read with the metadata."""
@@ -32,9 +34,17 @@ class DFlashModel:
 
 
 def load(
-    file: GGUFFile, target: Target, device: torch.device | str = "cpu", *, trainable: bool = False
+    file: GGUFFile,
+    target: Target,
+    device: torch.device | str = "cpu",
+    *,
+    trainable: bool = False,
+    kernels: Kernels = "torch",
+    activations: Activations = "int8",
 ) -> DFlashModel:
-    """The draft in ``file`` with float32 weights on ``device``.
+    """The draft in ``file`` on ``device``, with float32 weights or packed ones (native kernels).
+
+    ``kernels``: see `specdec.models.load_target`; trainable weights are torch's.
 
     Raises `UnsupportedError` for a head or backbone that is not there, `ModelFileError` for a
     missing, left-over or misshapen tensor.
@@ -47,7 +57,14 @@ def load(
         head = head_class(file, config, vocabulary)
     modules: list[nn.Module] = [trunk, vocabulary, head]
     scales = _scales(file)
-    load_modules(modules, file, ignored=(*IGNORED, *scales), transform=_Rescale(file, scales))
+    ignored = (*IGNORED, *scales)
+    check_names(modules, file, ignored=ignored)
+    if not trainable and not scales:
+        packed = pack_draft(trunk, vocabulary, head, file, kernels, activations, device)
+        if packed is not None:
+            trunk, modules = packed, [vocabulary, head]
+            ignored = (*ignored, *file.tensors)
+    load_modules(modules, file, ignored=ignored, transform=_Rescale(file, scales))
     for module in modules:
         module.to(device).requires_grad_(trainable).train(trainable)
     return DFlashModel(config, trunk, head, vocabulary, torch.device(device))

@@ -97,6 +97,11 @@ class Trunk(nn.Module):
         self._layers: list[BlockLayer] = list(self.blk)  # type: ignore[arg-type]
         self._rotary = [RotaryEmbedding(specs[0].rope)]  # a list: its tables stay on the host
 
+    @property
+    def layers(self) -> Sequence[BlockLayer]:
+        """The blocks in order."""
+        return self._layers
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """See `Backbone.fuse`."""
         return self.enc["output_norm"](self.fc(hidden.flatten(1)))  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ def build(context: DraftContext) -> MTPDrafter:
         model = load_heads(context.target_file, target, rope, context.device)
     return MTPDrafter(
         model,
-        context.spec.draft,
+        context.draft_options(model.n_max),
         context.n_ctx,
         dtype_k=context.dtype_k,
         dtype_v=context.dtype_v,

@@ -66,7 +66,7 @@ def path_of(name: str) -> Path:
 def target_of(name: str) -> Target:
     """The target of a recording, with real weights."""
     with GGUFFile.open(path_of(TARGETS.get(name, "tgt_qwen3") + ".gguf")) as file:
-        return load_target(file)
+        return load_target(file, activations="f32")
 
 
 @dataclass

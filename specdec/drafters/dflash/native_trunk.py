@@ -1,0 +1,123 @@
+"""The base trunk of the DFlash family on the native kernels: a `Backbone` of packed weights."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from specdec.drafters.dflash.trunk import BlockLayer, Trunk, TrunkOutput
+from specdec.drafters.vocabulary import DraftVocabulary
+from specdec.errors import UnsupportedError
+from specdec.gguf_file import GGUFFile
+from specdec.kv_cache import KVCache
+from specdec.models.layers import RotaryEmbedding
+from specdec.native import knows
+from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
+from specdec.native.library import LayerCall, Library, floats, load_library
+from specdec.options import Activations, Kernels
+
+log = logging.getLogger(__name__)
+
+
+def pack_draft(
+    trunk: nn.Module,
+    vocabulary: DraftVocabulary,
+    head: nn.Module,
+    file: GGUFFile,
+    kernels: Kernels,
+    activations: Activations,
+    device: torch.device | str,
+) -> NativeTrunk | None:
+    """A native trunk in place of ``trunk``, and native matrices in the modules beside it.
+
+    None if torch has to do it; see `specdec.native.install`. The modules are still on the meta
+    device.
+    """
+    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
+        return None
+    try:
+        checked = _check_supported(trunk, device)
+        library = load_library()
+    except UnsupportedError as error:
+        if kernels == "native":
+            raise
+        log.info("%s; it runs on torch", error)
+        return None
+    weights = Weights(file, None)
+    if vocabulary.output is not None:
+        vocabulary.output = NativeLinear(library, weights.matrix("output.weight"), activations)
+    if hasattr(head, "markov_w2"):
+        head.markov_w2 = NativeLinear(library, weights.matrix("markov_w2.weight"), activations)
+    return NativeTrunk(library, checked, file, activations)
+
+
+def _check_supported(trunk: nn.Module, device: torch.device | str) -> Trunk:
+    """The trunk itself. Raises `UnsupportedError` unless the kernels know everything it does."""
+    if str(device) != "cpu":
+        raise UnsupportedError(f"native kernels: need the CPU, not {device}")
+    if type(trunk) is Trunk and all(
+        type(layer) is BlockLayer and layer.convolution is None and knows(layer.spec)
+        for layer in trunk.layers
+    ):
+        return trunk
+    raise UnsupportedError("native kernels: do not know the layers of this draft")
+
+
+class NativeTrunk(nn.Module):
+    """See `specdec.drafters.dflash.trunk.Trunk`; a block's keys lie behind the committed ones."""
+
+    def __init__(
+        self, library: Library, trunk: Trunk, file: GGUFFile, activations: Activations
+    ) -> None:
+        """Packs the weights of ``trunk``, which is built on the meta device, from ``file``."""
+        super().__init__()
+        self.config = trunk.config
+        self.cache_shapes = trunk.cache_shapes
+        self._library = library
+        weights = Weights(file, None)
+        eps = self.config.rms_eps
+        self.fc = NativeLinear(library, weights.matrix("fc.weight"), activations)
+        self.fused_norm = NativeRMSNorm(library, weights.vector("enc.output_norm.weight"), eps)
+        self._layers = [
+            NativeLayer(
+                library, layer.spec, list(layer.state_dict()), f"blk.{i}.", weights, activations
+            )
+            for i, layer in enumerate(trunk.layers)
+        ]
+        self.output_norm = NativeRMSNorm(library, weights.vector("output_norm.weight"), eps)
+        self._rotary = RotaryEmbedding(self._layers[0].spec.rope)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """See `Backbone.fuse`."""
+        return self.fused_norm(self.fc(hidden.flatten(1)))  # type: ignore[no-any-return]
+
+    def inject(self, fused: Tensor, cache: KVCache) -> None:
+        """See `Backbone.inject`."""
+        n = fused.shape[0]
+        if not n:
+            return
+        rotary = self._angles(cache.length, n)
+        calls = self._calls(cache, n, rotary)
+        rows = floats(fused, (n, self.config.n_embd))
+        self._library.write_keys_values(calls, rows, cache.length)
+        cache.advance(n)
+
+    def forward(self, embeddings: Tensor, cache: KVCache) -> TrunkOutput:
+        """See `Backbone.__call__`."""
+        n = embeddings.shape[0]
+        rotary = self._angles(cache.length, n)
+        calls = self._calls(cache, n, rotary)
+        hidden = floats(embeddings * self.config.embedding_scale, (n, self.config.n_embd))
+        sees_block = not self.config.is_causal
+        self._library.run_layers(calls, hidden, cache.length, sees_block=sees_block)
+        hidden = self.output_norm(hidden)
+        return TrunkOutput(hidden, hidden)
+
+    def _angles(self, start: int, n: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(torch.arange(start, start + n))
+        return floats(cos, cos.shape), floats(sin, sin.shape)
+
+    def _calls(self, cache: KVCache, n: int, rotary: tuple[Tensor, Tensor]) -> list[LayerCall]:
+        return [layer.call(cache, i, n, rotary) for i, layer in enumerate(self._layers)]
