@@ -156,12 +156,9 @@ class Student:
 
         They sum to less than one where the draft's vocabulary leaves tokens out.
         """
-        vocabulary = self.model.vocabulary
         final = padded(conversation.final)
-        if hasattr(vocabulary, "output"):
-            logits = F.linear(final, vocabulary.output.weight).float()
-        else:
-            logits = self.target.lm_head(final)
+        own = self.model.vocabulary.output
+        logits = self.target.lm_head(final) if own is None else own(final).float()
         logits = self.target.softcap(logits[: len(conversation.tokens)])
         log_p: Tensor = logits - conversation.log_z[:, None]
         return log_p

@@ -286,10 +286,13 @@ def visible_keys(
 
 
 def _within_window(held: KeysValues, starts: Sequence[int], window: int) -> tuple[int, KeysValues]:
-    """The part of a layer's context that some query can see, and the position of its first key."""
-    if not window:
-        return 0, held
-    begin, end = max(0, min(starts) - window + 1), max(starts)
+    """The part of a layer's context that some query can see, and the position of its first key.
+
+    What lies behind some blocks is left to the mask, so that several blocks share one context of
+    any length.
+    """
+    begin = max(0, min(starts) - window + 1) if window else 0
+    end = max(starts) if window or len(starts) == 1 else held[0].shape[1]
     return begin, (held[0][:, begin:end], held[1][:, begin:end])
 
 
