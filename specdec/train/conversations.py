@@ -24,8 +24,9 @@ from specdec.chat import Message
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
 from specdec.models.base import Target
-from specdec.train.lanes import End, Lanes, Request, Text, pick_dtype
+from specdec.train.lanes import End, Lanes, Request, Text
 from specdec.train.packed import check_target
+from specdec.train.precision import fastest_dtype
 from specdec.train.prompts import (
     Openings,
     PromptFilter,
@@ -278,7 +279,7 @@ class _Writer:
             self._filter.add(record.prompt)
         for record in file.records[-200:]:
             self._remember(record)
-        dtype = pick_dtype(engine.target)
+        dtype = fastest_dtype(engine.target.device)
         n_ctx = min(options.n_ctx, engine.target.config.n_ctx_train or options.n_ctx)
         n_lanes = _lane_count(engine.target, options.n_lanes, n_ctx, dtype)
         prefix = _common_prefix(*(encode_chat(engine, [_user(text)]) for text in "a1"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -343,26 +342,6 @@ class _New:
         """Counts the rows as read."""
         for lane in self.lanes:
             lane.length = len(lane.text.request.tokens)
-
-
-def pick_dtype(target: Target, n_rows: int = 64) -> torch.dtype:
-    """bfloat16 where its matrix products are clearly faster on this machine, else float32."""
-    width = target.config.n_embd
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(n_rows, width, dtype=dtype, device=target.device)
-        weights = [torch.ones(width, width, dtype=dtype, device=target.device) for _ in range(8)]
-        best = float("inf")
-        for _ in range(5):
-            started = time.perf_counter()
-            for weight in weights:
-                y = F.linear(x, weight)
-            y[0, 0].item()
-            best = min(best, time.perf_counter() - started)
-        seconds[dtype] = best
-    return (
-        torch.bfloat16 if seconds[torch.bfloat16] * 1.2 < seconds[torch.float32] else torch.float32
-    )
 
 
 def _visible(positions: Tensor, n: int, window: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from specdec.drafters.base import DraftSampler
-from specdec.drafters.dflash import HEADS, head_of
+from specdec.drafters.dflash import head_of
 from specdec.drafters.dflash.head import DraftBlock
 from specdec.drafters.dflash.model import load
 from specdec.drafters.dflash.validate import check_draft
@@ -19,6 +19,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.options import DraftOptions, SamplingOptions
 from specdec.train.draft_file import fresh_weights, write_draft, write_fresh_draft
+from specdec.train.losses import LOSSES
 from specdec.train.shape import DraftShape, default_shape, pick_taps
 
 
@@ -32,7 +33,7 @@ def small(target: GGUFFile, head: str) -> DraftShape:
     return dataclasses.replace(shape, n_candidates=min(shape.n_candidates, 4))
 
 
-@pytest.mark.parametrize("head", list(HEADS))
+@pytest.mark.parametrize("head", list(LOSSES))
 def test_a_fresh_draft_fits_its_target(tmp_path: Path, target: GGUFFile, head: str) -> None:
     path = tmp_path / "draft.gguf"
     write_fresh_draft(path, target, small(target, head))

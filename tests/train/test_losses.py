@@ -15,7 +15,6 @@ import tiny
 import torch
 from torch import Tensor
 
-from specdec.drafters.dflash import HEADS
 from specdec.drafters.dflash.dflash2 import DFlash2Head
 from specdec.drafters.dflash.dspark import DSparkHead
 from specdec.drafters.dflash.lilicorr import LiliCorrHead
@@ -27,7 +26,7 @@ from specdec.models.base import Target
 from specdec.train.blocks import Student, eligible_anchors, make_labels
 from specdec.train.dataset import Conversation
 from specdec.train.draft_file import write_fresh_draft
-from specdec.train.losses import distil, loss_of, slot_weights
+from specdec.train.losses import LOSSES, distil, loss_of, slot_weights
 from specdec.train.optimise import Schedule, Trainer
 from specdec.train.shape import default_shape
 
@@ -78,7 +77,7 @@ def student_of(tmp_path: Path, file: GGUFFile, target: Target, head: str) -> Stu
     return Student(load(GGUFFile.open(path), target, trainable=True), target)
 
 
-@pytest.mark.parametrize("head", list(HEADS))
+@pytest.mark.parametrize("head", list(LOSSES))
 def test_a_head_learns_the_toy_language(
     tmp_path: Path, target_file: GGUFFile, target: Target, head: str
 ) -> None:
