@@ -45,7 +45,12 @@ TRAIN_SHAPE = Panel(
     "Draft",
     (
         Flag("train.n_layer", ("--layers",), "Layers of the draft."),
-        Flag("train.block_size", ("--block-size",), "Slots of a block; its longest draft + 1."),
+        Flag(
+            "train.block_size",
+            ("--block-size",),
+            "Slots of a block; its longest draft + 1. By the time if not given: 8, or 5 below two "
+            "hours.",
+        ),
         Flag(
             "train.taps",
             ("--target-layers",),

@@ -30,7 +30,8 @@ class TrainOptions:
     resume: Path | None = None
     """A work folder to continue, or to take the data from; None = a new one beside the output."""
     n_layer: int = 2
-    block_size: int = 8
+    block_size: int | None = None
+    """None = by the time: late slots of a block learn last."""
     taps: tuple[int, ...] = ()
     """Layer inputs of the target; () = five, evenly spread."""
     n_rows: int = 8192
@@ -46,7 +47,10 @@ class TrainOptions:
         require(self.minutes > 0, f"--minutes must be above 0, got {self.minutes:g}")
         require(self.n_tokens >= 0, f"--tokens must be at least 0, got {self.n_tokens}")
         require(1 <= self.n_layer <= 64, f"--layers must be 1 to 64, got {self.n_layer}")
-        require(2 <= self.block_size <= 64, f"--block-size must be 2 to 64, got {self.block_size}")
+        require(
+            self.block_size is None or 2 <= self.block_size <= 64,
+            f"--block-size must be 2 to 64, got {self.block_size}",
+        )
         require(self.n_rows >= 0, f"--draft-vocab must be at least 0, got {self.n_rows}")
         require(
             0 < self.learning_rate < 1,

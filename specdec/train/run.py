@@ -42,6 +42,8 @@ DATA_SHARE, TRAINING_SHARE = 0.3, 0.55
 """Of the minutes; features, checks and measuring take the rest."""
 BLOCKS_PER_TOKEN = 2.5
 """Length of a training whose data is given in tokens."""
+LONG_TRAINING, SHORT_BLOCK, LONG_BLOCK = 120.0, 5, 8
+"""Minutes from which on a block has more slots; before, tokens past the fourth are never right."""
 N_MEASURED = 16
 """Held-out conversations that are measured every minute."""
 START, CHECKPOINT, RESULT = "start.gguf", "checkpoint.pt", "result.json"
@@ -111,11 +113,16 @@ def draft_shape(options: Options, file: GGUFFile, d2t: tuple[int, ...] = ()) -> 
         file,
         f"draft-{train.head}",
         n_layer=train.n_layer,
-        block_size=train.block_size,
+        block_size=train.block_size or pick_block_size(train.minutes),
         mask_token=train.mask_token,
         d2t=d2t,
     )
     return replace(shape, target_layers=train.taps) if train.taps else shape
+
+
+def pick_block_size(minutes: float) -> int:
+    """Slots of a block that a training of so many minutes can fill."""
+    return LONG_BLOCK if minutes >= LONG_TRAINING else SHORT_BLOCK
 
 
 class _Run:
