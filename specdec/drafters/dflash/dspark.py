@@ -104,20 +104,22 @@ class DSparkHead(DraftHead):
         ``hidden`` and ``state`` [A, K, D] are the drafting slots of A blocks, ``before`` [A, K] the
         token before each. Logits [A, K, VD] and the logits of the confidences [A, K].
         """
-        memory, mixes = hidden.new_zeros(hidden.shape[0], self.rank), []
-        for slot in range(hidden.shape[1]):
-            mixed, memory = self.mix(before[:, slot], hidden[:, slot], memory)
-            mixes.append(mixed)
-        mixed = torch.stack(mixes, dim=1)
+        mixed = self.markov_w1(before)
+        if self._joint_name:
+            memory, mixes = hidden.new_zeros(hidden.shape[0], self.rank), []
+            for slot in range(hidden.shape[1]):
+                out, memory = self.mix(mixed[:, slot], hidden[:, slot], memory)
+                mixes.append(out)
+            mixed = torch.stack(mixes, dim=1)
         logits = self.vocabulary.logits(hidden) + self.markov_w2(mixed)
         if not self.has_confidence:
             return logits, torch.full_like(logits[..., 0], torch.inf)
         return logits, self.conf_proj(torch.cat((state, mixed), dim=-1))[..., 0]
 
-    def mix(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """m [..., R] after the tokens ``before`` [...], and the gated state [..., R] that replaces
-        ``memory``."""
-        embedded = self.markov_w1(before)
+    def mix(self, embedded: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """m [..., R] after tokens with rows ``embedded`` [..., R] of `markov_w1`, and the gated
+        state [..., R] that replaces ``memory``.
+        """
         if not self._joint_name:
             return embedded, memory
         joint = self.get_submodule(self._joint_name)
@@ -144,7 +146,8 @@ class _Steps:
         Without a confidence head the confidence is 1.
         """
         head = self.head
-        mixed, self.memory = head.mix(before, self.hidden[index], self.memory)
+        embedded = head.markov_w1(before)
+        mixed, self.memory = head.mix(embedded, self.hidden[index], self.memory)
         self.logits[index] += head.markov_w2(mixed)
         if not head.has_confidence:
             return self.logits[index], self.certain
