@@ -97,8 +97,9 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
         run_layers=functools.partial(native.run_layers, library),
         token_embd=native.NativeEmbedding(file, "token_embd.weight"),
         output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
+        # The best token depends on small differences of its numbers: eight bits are too few here.
         output=native.NativeLinear(
-            library, weights.matrix("token_embd.weight" if tied else "output.weight"), activations
+            library, weights.matrix("token_embd.weight" if tied else "output.weight"), "f32"
         ),
         softcap=native.NativeSoftCap(library, config.logit_softcap),
     )
