@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RATE = 0.1
+"""Share of a new observation in the running averages."""
 BUDGET = 1.0
 """Seconds after which no further repetition begins."""
 DEPTH = 128
@@ -48,6 +50,27 @@ class Costs:
     def round(self, length: int) -> float:
         """A whole round with a draft of ``length`` tokens."""
         return self.draft[length] + self.verify[length] + self.observe
+
+
+class LiveCosts:
+    """Costs that follow what rounds take now: another program may have begun or ended."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._seen: dict[int, float] = {}
+        self._drift = 1.0
+
+    def round(self, length: int) -> float:
+        """Seconds of a round; lengths not seen yet are as much slower as those that were."""
+        seen = self._seen.get(length)
+        return self._costs.round(length) * self._drift if seen is None else seen
+
+    def note(self, length: int, seconds: float) -> None:
+        """Takes a round's time into account; a single slow one counts for little."""
+        expected = self.round(length)
+        seconds = min(seconds, 2 * expected)
+        self._seen[length] = expected + RATE * (seconds - expected)
+        self._drift += RATE * (seconds / self._costs.round(length) - self._drift)
 
 
 def load_or_measure(
