@@ -15,6 +15,7 @@ import torch
 
 from specdec.native.build import cache_folder, processor
 from specdec.options import SamplingOptions
+from specdec.sampling.chain import best_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +112,7 @@ def measure(target: Target, drafter: Drafter, n_ctx: int) -> Costs:
     cache.checkpoint()
 
     def verify(length: int) -> None:
-        target(tokens[: length + 1], cache, taps=drafter.taps).logits.argmax(-1).cpu()
+        best_tokens(target(tokens[: length + 1], cache, taps=drafter.taps).logits)
 
     drafts: dict[int, float] = dict.fromkeys(lengths, float("inf"))
     passes, drafts[0] = dict(drafts), 0.0
