@@ -35,7 +35,7 @@ sanitize: .venv/installed ## run the tests of the native kernels under AddressSa
 	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/native
 
 bench: .venv/installed $(MODEL) ## measure speed here and in llama.cpp, and rounds with each draft
-	$(BIN)/python benchmarks/run.py $(MODEL) models/*.gguf
+	$(BIN)/python benchmarks/run.py $(MODEL) models/*.gguf --formats
 
 bench-peer: ## build llama.cpp for `make bench`, in an environment of its own (10 minutes)
 	$(PYTHON) -m venv $(PEER)

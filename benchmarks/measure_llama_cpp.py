@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 from llama_cpp import llama_cpp as ll
-from work import DEPTH, N_GENERATE, PASSES, PROMPT, report, timed
+from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, report, timed
 
 
 class Peer:
@@ -71,6 +71,7 @@ def main(path: str, n_threads: int, *, repack: bool) -> None:
     started = time.perf_counter()
     token = peer.step(PROMPT, all_rows=False)
     prompt = time.perf_counter() - started
+    peer.truncate(N_CONTEXT)
     started = time.perf_counter()
     for _ in range(N_GENERATE):
         token = peer.step([token], all_rows=False)

@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 
 import torch
-from work import DEPTH, N_GENERATE, PASSES, PROMPT, report, timed
+from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, report, timed
 
 from specdec.engine import Engine
+from specdec.gguf_file import GGUFFile
+from specdec.kv_cache import KVCache
+from specdec.models.base import Target
 from specdec.options import Options
 
 
@@ -31,6 +34,7 @@ def main(path: str, n_threads: int) -> None:
     started = time.perf_counter()
     token = step(PROMPT, 1)
     prompt = time.perf_counter() - started
+    cache.truncate(N_CONTEXT)
     started = time.perf_counter()
     for _ in range(N_GENERATE):
         token = step([token], 1)
@@ -40,7 +44,32 @@ def main(path: str, n_threads: int) -> None:
         step(PROMPT[:n_tokens], None)
         cache.truncate(DEPTH)
 
-    report(load, prompt, generate, {n: timed(lambda n=n: one_pass(n)) for n in PASSES})
+    passes = {n: timed(lambda n=n: one_pass(n)) for n in PASSES}
+    relative = {f"pass of {n} / pass of 1": passes[n] / passes[1] for n in PASSES[1:]}
+    n_bytes = read_bytes(Path(path)) + cache_bytes(target, cache)
+    limit = n_bytes / bandwidth()
+    report(load, prompt, generate, passes, relative | {"memory limit, %": 100 * limit / passes[1]})
+
+
+def read_bytes(path: Path) -> int:
+    """Bytes of weights that every token reads: all, without an embedding table of its own."""
+    with GGUFFile.open(path) as file:
+        names = set(file.tensors)
+        if "output.weight" in names:
+            names.discard("token_embd.weight")
+        return sum(file.raw(name).nbytes for name in names)
+
+
+def cache_bytes(target: Target, cache: KVCache) -> int:
+    """Bytes of keys and values that every token reads."""
+    layers = [cache.committed(i, torch.float32) for i in range(target.config.n_layer)]
+    return sum(part.numel() * part.element_size() for pair in layers for part in pair)
+
+
+def bandwidth() -> float:
+    """Bytes that all threads together read from memory in a second."""
+    data = torch.ones(1 << 27)
+    return data.numel() * data.element_size() / timed(lambda: data.sum())
 
 
 if __name__ == "__main__":

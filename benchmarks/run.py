@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from formats import random_model, requantised
 from random_drafts import write_missing, write_mtp_target
 
 from specdec.errors import SpecdecError
@@ -41,6 +42,8 @@ def main() -> None:
     if load > 0.5:
         print(f"The machine is busy (load average {load:.1f}): do not publish these numbers.")
     compare(options.model, options.threads, options.rounds)
+    if options.formats:
+        compare_formats(options.model, options.threads, options.rounds)
     drafts = [path for path in options.drafts if path.exists()]
     for path in set(options.drafts) - set(drafts):
         print(f"not measured: {path} is not there")
@@ -53,6 +56,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("drafts", type=Path, nargs="*")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--formats", action="store_true", help="other block formats, too")
     return parser.parse_args()
 
 
@@ -72,6 +76,17 @@ def compare(model: Path, n_threads: int, n_rounds: int) -> None:
             if values is not None:
                 found[name].append(values)
     _print_table({name: _medians(runs) for name, runs in found.items() if runs})
+
+
+def compare_formats(model: Path, n_threads: int, n_rounds: int) -> None:
+    """Tables for the model in other formats, and for a large one of random weights."""
+    for name in ("Q4_0", "Q8_0"):
+        print(f"\nthe same in {name}")
+        compare(requantised(model, name), n_threads, n_rounds)
+    print("\n1.7 billion random weights in Q4_K")
+    os.environ["SPECDEC_BENCH_SHORT"] = "1"
+    compare(random_model(model), n_threads, min(n_rounds, 2))
+    del os.environ["SPECDEC_BENCH_SHORT"]
 
 
 def _measure(name: str, command: list[str]) -> Values | None:
@@ -102,9 +117,9 @@ def _print_table(found: Mapping[str, Values]) -> None:
     both = len(found) == 2
     print(f"\n{'':<22}" + "".join(f"{name:>12}" for name in found) + ("   ratio" if both else ""))
     for key in next(iter(found.values())):
-        numbers = [values[key] for values in found.values()]
+        numbers = [values[key] for values in found.values() if key in values]
         line = f"{key:<22}" + "".join(f"{number:>12.2f}" for number in numbers)
-        if both:
+        if len(numbers) == 2:
             ours, theirs = numbers
             is_speed = key.endswith("/s")
             line += f"{ours / theirs if is_speed else theirs / ours:>8.2f}"

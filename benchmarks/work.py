@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
-PROMPT = [3 + 37 * i % 250 for i in range(256)]
+SHORT = "SPECDEC_BENCH_SHORT" in os.environ
+"""Less of everything, for large models."""
+PROMPT = [3 + 37 * i % 250 for i in range(512)]
 """Token ids of the prompt: in every vocabulary, and never the same twice in a row."""
-N_GENERATE = 64
-DEPTH = len(PROMPT) + N_GENERATE
+N_CONTEXT = 256
+"""Tokens of the prompt that are kept for what follows."""
+N_GENERATE = 16 if SHORT else 64
+DEPTH = N_CONTEXT + N_GENERATE
 """Tokens in the cache when passes are timed."""
 PASSES = (1, 2, 4, 8)
 """Tokens of a pass with logits on every row: what verification costs."""
-N_TIMED = 7
+N_TIMED = 3 if SHORT else 7
 
 
 def timed(run: Callable[[], None]) -> float:
@@ -28,7 +33,13 @@ def timed(run: Callable[[], None]) -> float:
     return statistics.median(seconds)
 
 
-def report(load: float, prompt: float, generate: float, passes: Mapping[int, float]) -> None:
+def report(
+    load: float,
+    prompt: float,
+    generate: float,
+    passes: Mapping[int, float],
+    others: Mapping[str, float] | None = None,
+) -> None:
     """Prints what was measured, times in seconds, as one line of JSON."""
     values = {
         "load time, s": load,
@@ -36,4 +47,4 @@ def report(load: float, prompt: float, generate: float, passes: Mapping[int, flo
         "generation, tokens/s": N_GENERATE / generate,
     }
     values |= {f"pass of {n}, ms": 1000 * seconds for n, seconds in passes.items()}
-    print(json.dumps(values), flush=True)
+    print(json.dumps(values | dict(others or {})), flush=True)

@@ -6,6 +6,7 @@ within the file. Knows nothing about architectures.
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -181,6 +182,14 @@ class GGUFFile:
         if info.ggml_type not in BLOCK_LAYOUTS:
             raise self._unsupported(info)
         return np.frombuffer(header.data, np.uint8, info.n_bytes, info.offset)
+
+    def release(self, name: str) -> None:
+        """Gives the memory of tensor `name` back to the system; its bytes can be read again."""
+        info = self.info(name)
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (info.offset + info.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._headers[info.file_index].data.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def load(self, name: str) -> torch.Tensor:
         """Tensor `name` in new memory: float32, or the integer dtype of an integer tensor."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.drafters.base import Draft
 from specdec.errors import UsageError
 from specdec.options import SpecOptions
-from specdec.sampling.chain import SamplerChain, stream_seed
+from specdec.sampling.chain import SamplerChain, best_tokens, stream_seed
 
 
 class Verifier:
@@ -53,7 +53,7 @@ class Verifier:
     def _matching(self, draft: Draft, logits: Tensor) -> list[int]:
         """The target's own samples, as long as the draft agrees with them."""
         emitted: list[int] = []
-        best = logits.argmax(dim=-1).tolist() if self.chain.greedy else None
+        best = best_tokens(logits) if self.chain.greedy else None
         for row, drafted in enumerate([*draft.tokens, None]):
             token = best[row] if best is not None else self.chain.sample(logits[row])
             self.chain.accept(token)

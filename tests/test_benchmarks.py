@@ -28,7 +28,13 @@ def test_without_the_peer_and_without_drafts(tmp_path: Path) -> None:
     assert "make bench-peer" in out
     assert f"not measured: {draft} is not there" in out
     rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()}
-    for key in ("load time, s", "prompt, tokens/s", "generation, tokens/s", "pass of 8, ms"):
+    for key in (
+        "load time, s",
+        "prompt, tokens/s",
+        "generation, tokens/s",
+        "pass of 8, ms",
+        "memory limit, %",
+    ):
         (number,) = rows[key]
         assert float(number) > 0
     for name in ("draft-dflash", "draft-dspark", "draft-dflash2", "draft-lilicorr", "draft-eagle3"):

@@ -4,15 +4,18 @@ With T(k) the seconds of a round that drafts k tokens and p_i the chance that to
 if the tokens before it are, a round emits ``E(k) = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_k`` tokens
 on average; k = 0 is plain decoding. The length that maximises E(k) / T(k) is drafted.
 
-The length never depends on the draft that it is chosen for, so verification stays exact.
+T(k) starts from what was measured and follows the rounds' own times. The length never depends on
+the draft that it is chosen for, so verification stays exact.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from typing import TYPE_CHECKING, Self
 
 from specdec.drafters.base import Draft, Drafter, Saves
+from specdec.drafters.costs import LiveCosts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +57,7 @@ class Acceptance:
         return chances
 
 
-def best_length(costs: Costs, chances: list[float], shortest: int = 0) -> int:
+def best_length(costs: Costs | LiveCosts, chances: list[float], shortest: int = 0) -> int:
     """The length, at least ``shortest``, with the most tokens per second."""
     best, best_speed = shortest, 0.0
     expected = reached = 1.0
@@ -78,7 +81,9 @@ class AutoLength:
 
     def _start(self) -> None:
         self._acceptance = Acceptance(self.n_max)
+        self._live = LiveCosts(self.costs)
         self._drafted = 0
+        self._round: tuple[int, float] | None = None
         self._rests, self._pause = 0, FIRST_PAUSE
 
     def __copy__(self) -> Self:
@@ -92,14 +97,22 @@ class AutoLength:
     def observe(self, tokens: Tensor, hidden: Tensor | None) -> None:
         """See `Drafter.observe`."""
         self.inner.observe(tokens, hidden)
+        if self._round is not None:
+            length, started = self._round
+            self._round = None
+            if length or len(tokens) == 1:  # otherwise another drafter's draft was verified
+                self._live.note(length, time.perf_counter() - started)
 
     def draft(self, last_token: int, room: int) -> Draft:
         """See `Drafter.draft`; `end` is `auto` where the choice of the length ended it."""
+        started = time.perf_counter()
         length = self._choose()
         if not length:
+            self._round = (0, started)
             return Draft(end="auto")
         draft = self.inner.draft(last_token, min(room, length))
         self._drafted = len(draft.tokens)
+        self._round = (length, started) if self._drafted == length else None
         if draft.end == "room" and length <= room:
             draft.end = "auto"
         return draft
@@ -116,7 +129,7 @@ class AutoLength:
 
     def _choose(self) -> int:
         chances = self._acceptance.chances()
-        length = best_length(self.costs, chances)
+        length = best_length(self._live, chances)
         if length or not self.n_max:
             self._rests = 0
             return length
@@ -124,4 +137,4 @@ class AutoLength:
         if self._rests <= self._pause:
             return 0
         self._rests, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
-        return best_length(self.costs, chances, shortest=1)
+        return best_length(self._live, chances, shortest=1)

@@ -15,6 +15,7 @@ import torch
 
 from specdec.native.build import cache_folder, processor
 from specdec.options import SamplingOptions
+from specdec.sampling.chain import best_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RATE = 0.1
+"""Share of a new observation in the running averages."""
 BUDGET = 1.0
 """Seconds after which no further repetition begins."""
 DEPTH = 128
@@ -48,6 +51,27 @@ class Costs:
     def round(self, length: int) -> float:
         """A whole round with a draft of ``length`` tokens."""
         return self.draft[length] + self.verify[length] + self.observe
+
+
+class LiveCosts:
+    """Costs that follow what rounds take now: another program may have begun or ended."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._seen: dict[int, float] = {}
+        self._drift = 1.0
+
+    def round(self, length: int) -> float:
+        """Seconds of a round; lengths not seen yet are as much slower as those that were."""
+        seen = self._seen.get(length)
+        return self._costs.round(length) * self._drift if seen is None else seen
+
+    def note(self, length: int, seconds: float) -> None:
+        """Takes a round's time into account; a single slow one counts for little."""
+        expected = self.round(length)
+        seconds = min(seconds, 2 * expected)
+        self._seen[length] = expected + RATE * (seconds - expected)
+        self._drift += RATE * (seconds / self._costs.round(length) - self._drift)
 
 
 def load_or_measure(
@@ -88,7 +112,7 @@ def measure(target: Target, drafter: Drafter, n_ctx: int) -> Costs:
     cache.checkpoint()
 
     def verify(length: int) -> None:
-        target(tokens[: length + 1], cache, taps=drafter.taps).logits.argmax(-1).cpu()
+        best_tokens(target(tokens[: length + 1], cache, taps=drafter.taps).logits)
 
     drafts: dict[int, float] = dict.fromkeys(lengths, float("inf"))
     passes, drafts[0] = dict(drafts), 0.0

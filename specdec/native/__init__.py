@@ -7,6 +7,8 @@ kernels are C++ without torch's headers, compiled at first use (`build`), called
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
 from collections import Counter
@@ -97,8 +99,9 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
         run_layers=functools.partial(native.run_layers, library),
         token_embd=native.NativeEmbedding(file, "token_embd.weight"),
         output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
+        # The best token depends on small differences of its numbers: eight bits are too few here.
         output=native.NativeLinear(
-            library, weights.matrix("token_embd.weight" if tied else "output.weight"), activations
+            library, weights.matrix("token_embd.weight" if tied else "output.weight"), "f32"
         ),
         softcap=native.NativeSoftCap(library, config.logit_softcap),
     )
@@ -107,5 +110,12 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
         for info in file.tensors.values()
         if len(info.shape) == 2 and info.ggml_type not in PACKED_TYPES
     )
+    _trim()
     for name, count in others.items():
         log.debug("native kernels: %d tensors of type %s became float32", count, name)
+
+
+def _trim() -> None:
+    """Gives the memory that packing took and freed back to the system; glibc would keep it."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -84,11 +84,14 @@ def compile_kernels(compiler: str, path: Path) -> None:
     ``$CXXFLAGS`` come first, so that they cannot undo what exact numbers need.
     """
     sources = [str(FOLDER / name) for name in SOURCES]
-    message = ""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    message = ""  # without what was loaded into this program, such as a sanitizer
     for variant in VARIANTS:
         command = [compiler, *_user_flags(), *COMMON_FLAGS, *variant, *sources, "-o", str(path)]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT, env=environment
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UnsupportedError(f"native kernels: {compiler} does not run: {error}") from None
         if result.returncode == 0:

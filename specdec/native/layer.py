@@ -56,7 +56,9 @@ class Weights:
         raw = torch.from_numpy(self._file.raw(name).reshape(rows, -1).copy())
         if self._transform is not None:
             raw = self._transform(name, raw)
-        return pack(raw, info.ggml_type, cols)
+        packed = pack(raw, info.ggml_type, cols)
+        self._file.release(name)  # the packed form is the only copy
+        return packed
 
     def vector(self, name: str) -> Tensor:
         """A tensor as float32, contiguous."""

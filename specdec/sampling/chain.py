@@ -32,6 +32,17 @@ STREAMS = {
 """Purpose of a random stream -> what its seed is the seed of the request XOR-ed with."""
 
 
+def best_tokens(logits: Tensor) -> list[int]:
+    """The token with the largest logit in each row of [T, V], the first one of equals.
+
+    numpy is several times as fast as torch here, and starts no threads that have to be waited for
+    where cores are busy.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1).tolist()
+    return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
+
+
 def stream_seed(seed: int, purpose: str) -> int:
     """The seed, 32 bits, of one purpose's generator; ``purpose`` is a key of `STREAMS`."""
     return (seed ^ STREAMS[purpose]) & 0xFFFFFFFF
@@ -101,7 +112,7 @@ class SamplerChain:
     def sample(self, logits: Tensor) -> int:
         """The next token for logits [V]; takes one number from the chain's generator."""
         if self.greedy:
-            return int(logits.argmax())
+            return best_tokens(logits[None])[0]
         before = self._filtered(logits)
         after = self._after_adaptive(before)
         token = after.draw(float(torch.rand((), dtype=torch.float64, generator=self._generator)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.drafters import costs as costs_module
 from specdec.drafters.auto_length import Acceptance, AutoLength, best_length
 from specdec.drafters.base import Draft
-from specdec.drafters.costs import Costs, load_or_measure, measure
+from specdec.drafters.costs import Costs, LiveCosts, load_or_measure, measure
 from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.options import AUTO, DraftOptions, Options, SamplingOptions
@@ -87,6 +87,33 @@ def test_acceptance_of_positions_is_conditional_and_forgets() -> None:
     for _ in range(300):
         seen.add(drafted=3, accepted=3)
     assert min(seen.chances()) > 0.9
+
+
+def test_costs_follow_the_rounds() -> None:
+    live = LiveCosts(CHEAP)
+    for _ in range(100):
+        live.note(1, 3 * CHEAP.round(1))
+    assert live.round(1) == pytest.approx(3 * CHEAP.round(1), rel=0.01)
+    assert live.round(2) == pytest.approx(3 * CHEAP.round(2), rel=0.01), "as much slower"
+    live.note(1, 100.0)
+    assert live.round(1) < 3.5 * CHEAP.round(1), "one slow round"
+
+
+def test_rounds_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = AutoLength(Always(), CHEAP)
+    drafter.begin(SamplingOptions())
+    noted: list[tuple[int, float]] = []
+    drafter._live.note = lambda *pair: noted.append(pair)  # type: ignore[method-assign]
+    clock = iter(range(10))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    drafter.observe(torch.zeros(3), None)
+    length = len(drafter.draft(0, 100).tokens)
+    drafter.accept(0)
+    drafter.observe(torch.zeros(1), None)
+    assert noted == [(length, 1)]
+    drafter.draft(0, 1)
+    drafter.observe(torch.zeros(1), None)
+    assert len(noted) == 1, "cut short by the room"
 
 
 def test_the_reason_of_the_end() -> None:
