@@ -99,7 +99,7 @@ def winning_command(given: Given, best: Result) -> str:
     if one.types:
         words += ["--spec-type", one.name]
     if one.n_max is not None:
-        words += ["--spec-draft-n-max", str(one.n_max)]
+        words += ["--spec-draft-n-max", one.length]
     return shlex.join(words)
 
 
@@ -178,7 +178,7 @@ def _cells(result: Result, *, show_draft: bool) -> list[str]:
     name = f"{one.name} ({one.draft.name})" if show_draft and one.draft is not None else one.name
     return [
         name,
-        "" if one.n_max is None else str(one.n_max),
+        one.length,
         f"{result.acceptance_length:.2f}",
         "" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}",
         f"{result.acceptance_rate:.2f}",
@@ -193,5 +193,5 @@ def _cells(result: Result, *, show_draft: bool) -> list[str]:
 
 def _label(result: Result) -> str:
     one = result.configuration
-    length = "" if one.n_max is None else f" n-max {one.n_max}"
+    length = "" if one.n_max is None else f" n-max {one.length}"
     return f"{one.name}{length}"

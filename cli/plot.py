@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import UsageError
+from specdec.options import AUTO
 
 if TYPE_CHECKING:
     from specdec.bench import Report, Result
@@ -34,7 +35,7 @@ def draw(report: Report, path: Path) -> None:
     _label(speeds, "times the speed without speculation", "speed")
     for name, results in _series(report).items():
         _draw_series(lengths, speeds, name, results)
-    n_max = {result.configuration.n_max or 0 for result in report.results} - {0}
+    n_max = {result.configuration.n_max or 0 for result in report.results} - {0, AUTO}
     for axes in (lengths, speeds):
         axes.set_xticks(sorted(n_max))
         axes.axhline(1.0, color="grey", linewidth=1, linestyle=":")
@@ -58,13 +59,14 @@ def _series(report: Report) -> dict[str, list[Result]]:
     for result in report.results[1:]:
         one = result.configuration
         suffix = f" ({one.draft.stem})" if len(drafts) > 1 and one.draft is not None else ""
+        suffix += " auto" if one.n_max == AUTO else ""
         series.setdefault(one.name + suffix, []).append(result)
     return series
 
 
 def _draw_series(lengths: Any, speeds: Any, name: str, results: Sequence[Result]) -> None:
     """One curve; a type without a draft length is a level line."""
-    if results[0].configuration.n_max is None:
+    if results[0].configuration.n_max in (None, AUTO):
         (line,) = lengths.plot([], [], marker="s", label=name)
         lengths.axhline(results[0].acceptance_length, color=line.get_color())
         speeds.axhline(results[0].ratio, color=line.get_color(), label=name)

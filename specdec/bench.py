@@ -25,7 +25,7 @@ from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.hints import explain
-from specdec.options import DFLASH_TYPES, RANDOM_SEED, Options, SamplingOptions
+from specdec.options import AUTO, DFLASH_TYPES, RANDOM_SEED, Options, SamplingOptions
 from specdec.stats import DrafterStatistics, Statistics
 
 DEFAULT_PROMPTS = (
@@ -54,12 +54,17 @@ class Configuration:
     """Spec types; () = no speculation."""
     draft: Path | None = None
     n_max: int | None = None
-    """Longest draft; None where the type's own options decide."""
+    """Longest draft, may be `AUTO`; None where the type's own options decide."""
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
         return ",".join(self.types) or "none"
+
+    @property
+    def length(self) -> str:
+        """The longest draft as it is given on the command line; empty without one."""
+        return "" if self.n_max is None else "auto" if self.n_max == AUTO else str(self.n_max)
 
     @property
     def learns(self) -> bool:
@@ -277,7 +282,7 @@ def _load(options: Options, wanted: Sequence[Configuration]) -> list[_Contestant
     contestants = [_Contestant(Configuration(), base)]
     shared: dict[tuple[tuple[str, ...], Path | None], Engine] = {}
     for one in wanted:
-        if one.learns:
+        if one.learns or one.n_max == AUTO:
             contestants.append(_Contestant(one, _with_drafters(base, one, one.n_max, options)))
             continue
         if (one.types, one.draft) not in shared:

@@ -148,5 +148,5 @@ def _summed_up(
 def configuration_name(one: Configuration, untrained: Sequence[Path] = ()) -> str:
     """What a configuration is called: its types, draft length and, if untrained, that."""
     if one.draft in untrained:
-        return f"{one.name} {one.n_max} {RANDOM}"
-    return one.name if one.n_max is None else f"{one.name} {one.n_max}"
+        return f"{one.name} {one.length} {RANDOM}"
+    return f"{one.name} {one.length}".rstrip()

@@ -26,7 +26,7 @@ from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.generate import Round, RoundTimes
 from specdec.hints import Circumstances, explain, likely_cause
-from specdec.options import Options
+from specdec.options import AUTO, Options
 from specdec.stats import Statistics
 
 PROMPTS = ["Hello, hello, hello", "one two one two one"]
@@ -92,6 +92,14 @@ def test_lengths_are_obeyed(report: Report) -> None:
     assert 3.5 < four.acceptance_length <= 5
     assert len(four.per_position) == 4
     assert four.acceptance_rate == 1
+
+
+def test_lengths_from_measured_costs(folder: Path, tmp_path: Path) -> None:
+    """`auto` is one more length beside the others, with the same text."""
+    layer: dict[str, Any] = {"bench__drafts": (folder / "target.gguf",), "bench__n_max": (2, AUTO)}
+    plain, two, auto = run_bench(options(folder, **layer), PROMPTS[:1]).results
+    assert (two.configuration.length, auto.configuration.length) == ("2", "auto")
+    assert plain.by_prompt[0][0] == two.by_prompt[0][0] == auto.by_prompt[0][0]
 
 
 def test_times_and_ratios(report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specdec_cli.flags import Flag, Panel, parse_float
 from specdec_cli.flags.spec import DRAFT, parse_types
+from specdec_cli.flags.values import draft_length
 
 INSPECT = Panel(
     "Files",
@@ -78,6 +79,14 @@ def parse_combination(text: str) -> tuple[tuple[str, ...], ...]:
     return (parse_types(text),)
 
 
+def parse_draft_lengths(text: str) -> tuple[int, ...]:
+    """A comma list of whole numbers and `auto`."""
+    try:
+        return tuple(dict.fromkeys(draft_length(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"'{text}' is not a comma list of whole numbers or auto") from None
+
+
 def parse_lengths(text: str) -> tuple[int, ...]:
     """A comma list of whole numbers."""
     try:
@@ -107,9 +116,9 @@ BENCH = Panel(
         Flag(
             "bench.n_max",
             ("--spec-draft-n-max",),
-            "Draft lengths to compare, a comma list.",
-            parse=parse_lengths,
-            metavar="N,N,...",
+            "Draft lengths to compare, a comma list; auto = from measured costs.",
+            parse=parse_draft_lengths,
+            metavar="N,auto,...",
         ),
         Flag(
             "bench.prompts",

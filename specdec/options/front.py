@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdec.options.checks import require
+from specdec.options.spec import AUTO
 
 ReasoningEffort = Literal["default", "minimal", "low", "medium", "high", "xhigh", "max"]
 Switch = Literal["on", "off", "auto"]
@@ -137,7 +138,7 @@ class BenchOptions:
     drafts: tuple[Path, ...] = ()
     """Draft files; each is run by the types that it is made for."""
     n_max: tuple[int, ...] = (3,)
-    """Draft lengths of the `draft-*` types."""
+    """Draft lengths of the `draft-*` types; `AUTO` = from measured costs."""
     prompts: Path | None = None
     """A file of prompts; None = a few built-in ones."""
     n_predict: int = 64
@@ -151,8 +152,8 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.n_max) and min(self.n_max) >= 1,
-            f"--spec-draft-n-max: expected lengths of at least 1, got {list(self.n_max)}",
+            bool(self.n_max) and all(n == AUTO or n >= 1 for n in self.n_max),
+            f"--spec-draft-n-max: expected auto or lengths of at least 1, got {list(self.n_max)}",
         )
         require(self.n_predict >= 1, f"--predict must be at least 1, got {self.n_predict}")
         require(

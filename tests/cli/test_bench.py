@@ -107,7 +107,7 @@ def test_a_hint_at_low_acceptance(
     [
         (["--plot", "x.jpg"], "must end in .png or .svg"),
         (["--prompts", "no/such/file"], "cannot read no/such/file"),
-        (["--spec-draft-n-max", "0"], "expected lengths of at least 1"),
+        (["--spec-draft-n-max", "0"], "auto or lengths of at least 1"),
         (["--spec-draft-n-max", "1,x"], "not a comma list of whole numbers"),
         (["--spec-type", "draft-magic"], "unknown speculative type: draft-magic"),
     ],
