@@ -25,9 +25,11 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.base import Target, read_layer_spec
 from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding
-from specdec.models.loading import load_modules, rotary_to_halves
+from specdec.models.loading import check_names, load_modules, rotary_to_halves
 from specdec.models.rows import Rows
-from specdec.options import DraftOptions, RopeOptions, SamplingOptions
+from specdec.native import find_library
+from specdec.native.modules import Packer
+from specdec.options import Activations, DraftOptions, Kernels, RopeOptions, SamplingOptions
 
 log = logging.getLogger(__name__)
 
@@ -274,10 +276,18 @@ def read_block(file: GGUFFile) -> LayerSpec:
     )
 
 
-def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> Eagle3Model:
-    """The draft in ``file`` with float32 weights on ``device``.
+def load(
+    file: GGUFFile,
+    target: Target,
+    device: torch.device | str = "cpu",
+    *,
+    kernels: Kernels = "torch",
+    activations: Activations = "int8",
+) -> Eagle3Model:
+    """The draft in ``file`` on ``device``, with float32 weights or packed ones (native kernels).
 
-    Raises `ModelFileError` for a missing, left-over or misshapen tensor.
+    ``kernels``: see `specdec.models.load_target`. Raises `ModelFileError` for a missing, left-over
+    or misshapen tensor.
     """
     with torch.device("meta"):
         decoder = Eagle3Decoder(file, target)
@@ -286,13 +296,17 @@ def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> 
     scales = [name for name in file.tensors if re.fullmatch(r"blk\.0\.\w+\.scale", name)]
     if scales:
         log.warning("%s: %s and the like are ignored, as in llama.cpp", file.path, scales[0])
-    load_modules(
-        [decoder, vocabulary],
-        file,
-        ignored=("rope_freqs.weight", *scales),
-        transform=rotary_to_halves([decoder.spec]),
-    )
-    for module in (decoder, vocabulary):
+    modules, transform = [decoder, vocabulary], rotary_to_halves([decoder.spec])
+    ignored = ["rope_freqs.weight", *scales]
+    check_names(modules, file, ignored=ignored)
+    library = find_library(kernels, device)
+    if library is not None:
+        packer = Packer(library, file, activations, transform)
+        for module in modules:
+            packer.pack(module)
+        ignored = list(file.tensors)
+    load_modules(modules, file, ignored=ignored, transform=transform)
+    for module in modules:
         module.to(device).requires_grad_(False).eval()
     n_ctx_train = file.get_int(file.key("context_length"))
     return Eagle3Model(decoder, vocabulary, n_ctx_train, torch.device(device))
@@ -300,9 +314,19 @@ def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> 
 
 def build(context: DraftContext) -> Eagle3Drafter:
     """The drafter for the draft file of ``context``."""
+    from specdec.resources import pick_kernels
+
     assert context.draft_file is not None
+    options = context.spec.draft
+    model = load(
+        context.draft_file,
+        context.target,
+        context.device,
+        kernels=pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v),
+        activations=context.activations,
+    )
     return Eagle3Drafter(
-        load(context.draft_file, context.target, context.device),
+        model,
         context.draft_options(),
         context.n_ctx,
         dtype_k=context.dtype_k,

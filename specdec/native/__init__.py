@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
     from specdec.models.layers import LayerSpec
+    from specdec.native.library import Library
     from specdec.options import Activations, Kernels
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,27 @@ def install(
         log.info("%s; running on torch", error)
         return False
     return True
+
+
+def find_library(
+    kernels: Kernels, device: torch.device | str, *, knows_draft: bool = True
+) -> Library | None:
+    """The kernels for a draft; None if torch has to run it, see `install`."""
+    from specdec.native.library import load_library
+
+    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
+        return None
+    try:
+        if str(device) != "cpu":
+            raise UnsupportedError(f"native kernels: need the CPU, not {device}")
+        if not knows_draft:
+            raise UnsupportedError("native kernels: do not know the layers of this draft")
+        return load_library()
+    except UnsupportedError as error:
+        if kernels == "native":
+            raise
+        log.info("%s; it runs on torch", error)
+        return None
 
 
 def _check_supported(target: Target, device: torch.device | str) -> None:

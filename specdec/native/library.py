@@ -100,15 +100,21 @@ class Library:
         lib.specdec_softcap.restype = None
         lib.specdec_softcap.argtypes = (_POINTER, _INT, _FLOAT)
 
-    def multiply(self, packed: PackedMatrix, x: Tensor, activations: Activations) -> Tensor:
-        """The products [T, rows] of x [T, cols] and a packed matrix."""
+    def multiply(
+        self,
+        packed: PackedMatrix,
+        x: Tensor,
+        activations: Activations,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The products [T, rows] of x [T, cols] and a packed matrix, plus ``bias`` [rows]."""
         x = floats(x, (x.shape[0], packed.cols))
         n = x.shape[0]
         out = torch.empty(n, packed.rows)
         quantises = activations == "int8"
         kept = torch.empty(n * self._lib.specdec_kept(packed.cols, quantises))
         self._lib.specdec_multiply(
-            ctypes.byref(matrix_struct(packed, None)),
+            ctypes.byref(matrix_struct(packed, bias)),
             x.data_ptr(),
             n,
             quantises,
