@@ -30,9 +30,12 @@ log = logging.getLogger(__name__)
 
 KNOWN_FIELDS = (
     *("has_qk_norm", "has_qkv_bias", "has_output_bias", "has_post_norms", "activation", "window"),
-    *("has_sinks", "shares_kv", "value_scale", "has_output_scale"),
+    *("has_sinks", "shares_kv", "value_scale", "has_output_scale", "n_expert_used"),
 )
-"""Optional fields of `LayerSpec` that the kernels act on; any other must have its default."""
+"""Optional fields of `LayerSpec` that the kernels act on; any other must have its default.
+
+`n_expert_used` says nothing of a dense layer.
+"""
 
 
 def install(
