@@ -53,10 +53,21 @@ class Packer:
         vector = self._weights.vector(bias) if bias else None
         return NativeLinear(self._library, self._weights.matrix(name), self._activations, vector)
 
+    def layer(self, layer: DecoderLayer, path: str) -> NativeLayer:
+        """``layer`` in one native call, without what was added to it from outside."""
+        names = list(layer.state_dict())
+        return NativeLayer(
+            self._library, layer.spec, names, f"{path}.", self._weights, self._activations
+        )
+
     def _native(self, module: nn.Module, path: str) -> nn.Module | None:
         """What takes the place of one module; None if it stays."""
         if type(module) is DecoderLayer and knows(module.spec):
-            return self._layer(module, path)
+            layer = self.layer(module, path)
+            for name, child in module.named_children():
+                if name not in LAYER_PARTS:
+                    layer.add_module(name, child)
+            return layer
         if isinstance(module, nn.Linear):
             bias = "" if module.bias is None else f"{path}.bias"
             return self.linear(f"{path}.weight", bias)
@@ -67,14 +78,3 @@ class Packer:
         if isinstance(module, nn.Embedding):
             return NativeEmbedding(self._file, f"{path}.weight")
         return None
-
-    def _layer(self, layer: DecoderLayer, path: str) -> NativeLayer:
-        """With everything that was added to the layer from outside."""
-        names = list(layer.state_dict())
-        native = NativeLayer(
-            self._library, layer.spec, names, f"{path}.", self._weights, self._activations
-        )
-        for name, child in layer.named_children():
-            if name not in LAYER_PARTS:
-                native.add_module(name, child)
-        return native
