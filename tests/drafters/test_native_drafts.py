@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specdec.drafters.eagle3 import Eagle3Drafter, Eagle3Model
 from specdec.drafters.eagle3 import load as load_eagle3
+from specdec.drafters.eagle3_layer import NativePairLayer
 from specdec.drafters.mtp.assistant import load_assistant
 from specdec.drafters.mtp.drafter import MTPDrafter
 from specdec.drafters.mtp.heads import load_heads
@@ -26,7 +27,14 @@ from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.native.layer import NativeLayer, NativeLinear
-from specdec.options import DraftOptions, Kernels, RopeOptions, SamplingOptions, SpecOptions
+from specdec.options import (
+    Activations,
+    DraftOptions,
+    Kernels,
+    RopeOptions,
+    SamplingOptions,
+    SpecOptions,
+)
 
 N_EMBD, N_CTX, N_VOCAB = 32, 128, 259
 CPU = torch.device("cpu")
@@ -130,11 +138,34 @@ def test_eagle3_agrees_with_torch(name: str, llama: Target, tmp_path: Path) -> N
     plain, native = (eagle3(llama, tmp_path, k, **EAGLE3[name]) for k in ("torch", "native"))
     assert isinstance(plain.decoder.fc, nn.Linear)
     assert isinstance(native.decoder.fc, NativeLinear)
+    assert isinstance(native.decoder.layer, NativePairLayer)
     assert not list(native.decoder.parameters())
     whole = eagle3_logits(native, (20,))
     assert_close(whole, eagle3_logits(plain, (20,)))
     for sizes in ((1,) * 20, (1, 12, 7)):
         assert_same(eagle3_logits(native, sizes), whole)
+
+
+@pytest.mark.parametrize("activations", ["f32", "int8"])
+def test_eagle3_with_weights_in_blocks(
+    activations: Activations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import random_drafts
+
+    path = tmp_path / "d.gguf"
+    with GGUFFile.open(tiny.write_target(tmp_path / "t.gguf")) as file:
+        random_drafts.write_eagle3(path, file)
+        target = load_target(file)
+    found = []
+    for kernels in ("torch", "native"):
+        with GGUFFile.open(path) as file:
+            model = load_eagle3(file, target, kernels=kernels, activations=activations)  # type: ignore[arg-type]
+            found.append(eagle3_logits(model, (20,)))
+    for theirs, ours in zip(*found, strict=True):
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error < (1e-5 if activations == "f32" else 0.03)
+    assert_same(eagle3_logits(model, (1, 12, 7)), found[1])
 
 
 @pytest.mark.parametrize("name", MTP)
