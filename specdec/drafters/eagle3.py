@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.drafters.base import N_BEST, Draft, DraftSampler, Pick, as_candidates, to_host
+from specdec.drafters.eagle3_layer import NativePairLayer, PairLayer
 from specdec.drafters.eagle3_validate import N_TAPS
 from specdec.drafters.selection import DraftContext
 from specdec.drafters.vocabulary import DraftVocabulary
@@ -24,45 +25,16 @@ from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.base import Target, read_layer_spec
-from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding
-from specdec.models.loading import load_modules, rotary_to_halves
-from specdec.models.rows import Rows
-from specdec.options import DraftOptions, RopeOptions, SamplingOptions
+from specdec.models.layers import LayerSpec, RotaryEmbedding
+from specdec.models.loading import check_names, load_modules, rotary_to_halves
+from specdec.native import find_library, knows
+from specdec.native.modules import Packer
+from specdec.options import Activations, DraftOptions, Kernels, RopeOptions, SamplingOptions
 
 log = logging.getLogger(__name__)
 
 NORMED_FINAL = ("qwen35", "qwen35moe", "qwen3next", "gemma4", "nemotron_h_moe", "bailingmoe3")
 """Targets whose final state llama.cpp gives after the output norm; drafts are trained on it."""
-
-
-class PairLayer(DecoderLayer):
-    """A decoder layer whose attention reads a token's embedding and a state, side by side."""
-
-    def __init__(self, spec: LayerSpec, *, norm_before_residual: bool) -> None:
-        super().__init__(spec)
-        self.norm_before_residual = norm_before_residual
-        self.attn_norm_2 = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
-        n_q, n_kv = spec.n_head * spec.head_dim, spec.n_head_kv * spec.head_dim
-        self.attn_q = nn.Linear(2 * spec.n_embd, n_q, bias=False)
-        self.attn_k = nn.Linear(2 * spec.n_embd, n_kv, bias=False)
-        self.attn_v = nn.Linear(2 * spec.n_embd, n_kv, bias=False)
-
-    def pair(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention's input [T, 2D] and the residual stream [T, D] of pairs [T, D], [T, D]."""
-        normed = self.attn_norm_2(states)
-        joined = torch.cat((self.attn_norm(embeddings), normed), dim=-1)
-        return joined, normed if self.norm_before_residual else states
-
-    def run(
-        self, embeddings: Tensor, states: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCache
-    ) -> Tensor:
-        """The layer's output [1, D] for one pair, whose keys and values go into the cache."""
-        joined, hidden = self.pair(embeddings, states)
-        rows = Rows(cache.length, 1, exact=True)
-        keys, values = cache.append(0, *self.keys_values(joined, rotary))
-        mixed = self.attend_causal(self.queries(joined, rotary), keys, values, rows)
-        hidden = hidden + self.project_attention(mixed)
-        return self.finish(hidden, self.feed_forward(self.ffn_norm(hidden), rows))
 
 
 class Eagle3Decoder(nn.Module):
@@ -81,8 +53,12 @@ class Eagle3Decoder(nn.Module):
         before = file.get_bool(file.key("norm_before_residual"), default=False)
         self.blk = nn.ModuleList([PairLayer(spec, norm_before_residual=before)])
         self.output_norm = nn.RMSNorm(spec.n_embd, eps=spec.rms_eps)
-        self._layers: list[PairLayer] = list(self.blk)  # type: ignore[arg-type]
         self._rotary = [RotaryEmbedding(spec.rope)]  # a list: its tables stay on the host
+
+    @property
+    def layer(self) -> PairLayer | NativePairLayer:
+        """The decoder's one layer."""
+        return self.blk[0]  # type: ignore[return-value]
 
     def encode(self, hidden: Tensor) -> Tensor:
         """The states g [T, D] of the target's taps [T, 3, D_target]."""
@@ -93,15 +69,14 @@ class Eagle3Decoder(nn.Module):
 
     def remember(self, embeddings: Tensor, states: Tensor, cache: KVCache) -> None:
         """Appends keys and values of pairs [T, D], [T, D] at positions ``cache.length`` ..."""
-        layer, rotary = self._layers[0], self._angles(cache.length, states)
-        joined, _ = layer.pair(embeddings, states)
-        cache.append(0, *layer.keys_values(joined, rotary))
-        cache.advance(joined.shape[0])
+        rotary = self._angles(cache.length, states)
+        self.layer.write_pairs(embeddings, states, rotary, cache)
+        cache.advance(states.shape[0])
 
     def forward(self, embeddings: Tensor, states: Tensor, cache: KVCache) -> Tensor:
         """The state [1, D] before the output norm of one pair [1, D], [1, D] behind the cache."""
         rotary = self._angles(cache.length, states)
-        hidden = self._layers[0].run(embeddings, states, rotary, cache)
+        hidden = self.layer.run(embeddings, states, rotary, cache)
         cache.advance(1)
         return hidden
 
@@ -274,10 +249,18 @@ def read_block(file: GGUFFile) -> LayerSpec:
     )
 
 
-def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> Eagle3Model:
-    """The draft in ``file`` with float32 weights on ``device``.
+def load(
+    file: GGUFFile,
+    target: Target,
+    device: torch.device | str = "cpu",
+    *,
+    kernels: Kernels = "torch",
+    activations: Activations = "int8",
+) -> Eagle3Model:
+    """The draft in ``file`` on ``device``, with float32 weights or packed ones (native kernels).
 
-    Raises `ModelFileError` for a missing, left-over or misshapen tensor.
+    ``kernels``: see `specdec.models.load_target`. Raises `ModelFileError` for a missing, left-over
+    or misshapen tensor.
     """
     with torch.device("meta"):
         decoder = Eagle3Decoder(file, target)
@@ -286,13 +269,19 @@ def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> 
     scales = [name for name in file.tensors if re.fullmatch(r"blk\.0\.\w+\.scale", name)]
     if scales:
         log.warning("%s: %s and the like are ignored, as in llama.cpp", file.path, scales[0])
-    load_modules(
-        [decoder, vocabulary],
-        file,
-        ignored=("rope_freqs.weight", *scales),
-        transform=rotary_to_halves([decoder.spec]),
-    )
-    for module in (decoder, vocabulary):
+    modules, transform = [decoder, vocabulary], rotary_to_halves([decoder.spec])
+    ignored = ["rope_freqs.weight", *scales]
+    check_names(modules, file, ignored=ignored)
+    library = find_library(kernels, device)
+    if library is not None:
+        packer = Packer(library, file, activations, transform)
+        if isinstance(decoder.layer, PairLayer) and knows(decoder.spec):
+            decoder.blk[0] = NativePairLayer(library, decoder.layer, packer)
+        for module in modules:
+            packer.pack(module)
+        ignored = list(file.tensors)
+    load_modules(modules, file, ignored=ignored, transform=transform)
+    for module in modules:
         module.to(device).requires_grad_(False).eval()
     n_ctx_train = file.get_int(file.key("context_length"))
     return Eagle3Model(decoder, vocabulary, n_ctx_train, torch.device(device))
@@ -300,9 +289,19 @@ def load(file: GGUFFile, target: Target, device: torch.device | str = "cpu") -> 
 
 def build(context: DraftContext) -> Eagle3Drafter:
     """The drafter for the draft file of ``context``."""
+    from specdec.resources import pick_kernels
+
     assert context.draft_file is not None
+    options = context.spec.draft
+    model = load(
+        context.draft_file,
+        context.target,
+        context.device,
+        kernels=pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v),
+        activations=context.activations,
+    )
     return Eagle3Drafter(
-        load(context.draft_file, context.target, context.device),
+        model,
         context.draft_options(),
         context.n_ctx,
         dtype_k=context.dtype_k,

@@ -270,6 +270,12 @@ class DecoderLayer(nn.Module):
         x = getattr(self, self.spec.ffn_norm)(hidden)
         return self.finish(hidden, self.feed_forward(x, rows))
 
+    def remember(
+        self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor]
+    ) -> None:
+        """Appends rows [T, D] to the cache and computes no more of them than their keys need."""
+        cache.append(layer, *self.keys_values(self.attn_norm(hidden), rotary))
+
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Queries [T, H, Dh] of normed input [T, D]: projected, normed, rotated and scaled."""
         q = self.attn_q(x).unflatten(-1, (self.spec.n_head, self.spec.head_dim))

@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
     from specdec.models.layers import LayerSpec
+    from specdec.native.library import Library
     from specdec.options import Activations, Kernels
 
 log = logging.getLogger(__name__)
 
 KNOWN_FIELDS = (
     *("has_qk_norm", "has_qkv_bias", "has_output_bias", "has_post_norms", "activation", "window"),
-    *("has_sinks", "shares_kv", "value_scale", "has_output_scale"),
+    *("has_sinks", "shares_kv", "value_scale", "has_output_scale", "n_expert_used"),
 )
-"""Optional fields of `LayerSpec` that the kernels act on; any other must have its default."""
+"""Optional fields of `LayerSpec` that the kernels act on; any other must have its default.
+
+`n_expert_used` says nothing of a dense layer.
+"""
 
 
 def install(
@@ -56,6 +60,27 @@ def install(
         log.info("%s; running on torch", error)
         return False
     return True
+
+
+def find_library(
+    kernels: Kernels, device: torch.device | str, *, knows_draft: bool = True
+) -> Library | None:
+    """The kernels for a draft; None if torch has to run it, see `install`."""
+    from specdec.native.library import load_library
+
+    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
+        return None
+    try:
+        if str(device) != "cpu":
+            raise UnsupportedError(f"native kernels: need the CPU, not {device}")
+        if not knows_draft:
+            raise UnsupportedError("native kernels: do not know the layers of this draft")
+        return load_library()
+    except UnsupportedError as error:
+        if kernels == "native":
+            raise
+        log.info("%s; it runs on torch", error)
+        return None
 
 
 def _check_supported(target: Target, device: torch.device | str) -> None:

@@ -27,7 +27,7 @@ struct Buffers {
     n_k = layer.n_head_kv * layer.head_dim;
     n_v = layer.n_head_kv * layer.head_dim_v;
     n_mixed = layer.n_head * layer.head_dim_v;
-    const int64_t widest = largest_of(layer.n_embd, n_mixed);
+    const int64_t widest = largest_of(largest_of(layer.n_embd, layer.k.cols), n_mixed);
     const bool quantises = layer.quantises != 0;
     scores_stride = (pass.start + n + 15) / 16 * 16;
     size = 0;
@@ -83,9 +83,15 @@ class LayerPass {
     });
   }
 
-  void start_row(int64_t t) const { norm_row(t, pass.hidden, layer.attn_norm); }
+  void start_row(int64_t t) const {
+    const int64_t blocks = blocks_of(layer.k.cols);
+    if (pass.inputs)
+      attended().prepare(t * blocks, (t + 1) * blocks);
+    else
+      norm_row(t, pass.hidden, layer.attn_norm);
+  }
 
-  // Keys and values of rows that are the layer's input as they are; prepare_given() comes first.
+  // Keys and values of rows that are what attention reads; prepare_given() comes first.
   void add_key_value_steps(Steps& steps) const {
     steps.add(groups(layer.k) + (layer.shares_kv ? 0 : groups(layer.v)), [this](Range range, int) {
       project_part(layer.k, given(), range, b.k, b.n_k);
@@ -108,7 +114,10 @@ class LayerPass {
   Input input(const float* values, int64_t cols, float* kept) const {
     return {values, cols, pass.n, kept, layer.quantises != 0};
   }
-  Input given() const { return input(pass.hidden, layer.n_embd, b.kept); }
+  Input given() const { return input(pass.hidden, layer.k.cols, b.kept); }
+  Input attended() const {
+    return pass.inputs ? input(pass.inputs, layer.k.cols, b.kept) : normed();
+  }
   Input normed() const { return input(b.x, layer.n_embd, b.kept); }
   Input mixed() const { return input(b.mixed, b.n_mixed, b.kept); }
   Input inner() const { return input(b.gate, layer.n_ff, b.inner_kept); }
@@ -126,9 +135,9 @@ class LayerPass {
 
   // Some of the groups of q, k and v, counted through.
   void project(Range range) const {
-    project_part(layer.q, normed(), range, b.q, b.n_q);
-    project_part(layer.k, normed(), range, b.k, b.n_k);
-    if (!layer.shares_kv) project_part(layer.v, normed(), range, b.v, b.n_v);
+    project_part(layer.q, attended(), range, b.q, b.n_q);
+    project_part(layer.k, attended(), range, b.k, b.n_k);
+    if (!layer.shares_kv) project_part(layer.v, attended(), range, b.v, b.n_v);
   }
 
   // The groups of `range` that are the matrix's; the rest of the range then counts from its end.
@@ -258,7 +267,7 @@ void specdec_keys_values(const Pass* pass) {
   std::deque<LayerPass> layers;
   for (int64_t i = 0; i < pass->n_layers; i++) layers.emplace_back(pass->calls[i], *pass);
   Steps steps(static_cast<int>(pass->n_threads));
-  steps.add(pass->n * blocks_of(pass->calls[0].layer->n_embd),
+  steps.add(pass->n * blocks_of(pass->calls[0].layer->k.cols),
             [&](Range range, int) { layers[0].prepare_given(range); });
   for (const LayerPass& layer : layers) layer.add_key_value_steps(steps);
   run_steps(std::move(steps));

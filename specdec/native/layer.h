@@ -38,6 +38,7 @@ struct Pass {
   int64_t sees_block;  // rows see the rows behind them, too
   float* hidden;   // [n, n_embd], replaced by the last layer's output
   float* scratch;  // specdec_scratch floats
+  const float* inputs;  // [n, columns of q] what attention reads; null: the normed hidden rows
 };
 
 }  // namespace specdec

@@ -41,6 +41,8 @@ _VECTORS = {
     "post_attention_norm": "post_attention_norm",
     "post_ffw_norm": "post_ffw_norm",
 }
+LAYER_PARTS = frozenset((*_MATRICES.values(), *_VECTORS.values(), "layer_output_scale"))
+"""Names of the modules in a `DecoderLayer` that a `NativeLayer` has taken in."""
 
 
 class Weights:
@@ -92,10 +94,11 @@ class NativeLayer(nn.Module):
             if f"{name}.weight" in present
         }
         vectors = {
-            field: self._keep(weights.vector(f"{prefix}{name}.weight")).data_ptr()
+            field: self._keep(weights.vector(f"{prefix}{name}.weight"))
             for field, name in _VECTORS.items()
             if f"{name}.weight" in present
         }
+        self._attn_norm = vectors["attn_norm"]
         scale = 1.0
         if spec.has_output_scale:
             scale = float(weights.vector(f"{prefix}layer_output_scale.weight"))
@@ -115,7 +118,7 @@ class NativeLayer(nn.Module):
             value_scale=spec.value_scale,
             output_scale=scale,
             **fields,
-            **vectors,
+            **{field: vector.data_ptr() for field, vector in vectors.items()},
         )
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -133,6 +136,16 @@ class NativeLayer(nn.Module):
     ) -> Tensor:
         """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if not float32."""
         return run_layers(self._library, [self], hidden, cache, layer, [rotary], rows)
+
+    def remember(
+        self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor]
+    ) -> None:
+        """See `DecoderLayer.remember`. Raises `CacheError` if the cache is not float32."""
+        n = hidden.shape[0]
+        normed = self._library.rms_norm(hidden, self._attn_norm, self.spec.rms_eps)
+        tables = _table(rotary[0], n), _table(rotary[1], n)
+        call = self.call(cache, layer, n, tables)
+        self._library.write_keys_values([call], normed, cache.length)
 
     def call(self, cache: KVCache, layer: int, n: int, rotary: tuple[Tensor, Tensor]) -> LayerCall:
         """What the kernels are told about ``n`` rows; valid as long as cache and tables live."""
@@ -195,15 +208,23 @@ class NativeEmbedding(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """A product with a packed matrix."""
+    """A product with a packed matrix, and perhaps a bias [rows]."""
 
-    def __init__(self, library: Library, packed: PackedMatrix, activations: Activations) -> None:
+    def __init__(
+        self,
+        library: Library,
+        packed: PackedMatrix,
+        activations: Activations,
+        bias: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self._library, self._packed, self._activations = library, packed, activations
+        self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., cols] -> [..., rows]."""
-        out = self._library.multiply(self._packed, x.reshape(-1, x.shape[-1]), self._activations)
+        rows = x.reshape(-1, x.shape[-1])
+        out = self._library.multiply(self._packed, rows, self._activations, self._bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -215,7 +236,7 @@ class NativeRMSNorm(nn.Module):
     def __init__(self, library: Library, weight: Tensor, eps: float) -> None:
         super().__init__()
         self._library, self._eps = library, eps
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight", weight, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""

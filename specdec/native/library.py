@@ -62,7 +62,7 @@ class Pass(ctypes.Structure):
     _fields_ = (
         ("calls", ctypes.POINTER(LayerCall)),
         *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
-        *((name, _POINTER) for name in ("hidden", "scratch")),
+        *((name, _POINTER) for name in ("hidden", "scratch", "inputs")),
     )
 
 
@@ -100,15 +100,21 @@ class Library:
         lib.specdec_softcap.restype = None
         lib.specdec_softcap.argtypes = (_POINTER, _INT, _FLOAT)
 
-    def multiply(self, packed: PackedMatrix, x: Tensor, activations: Activations) -> Tensor:
-        """The products [T, rows] of x [T, cols] and a packed matrix."""
+    def multiply(
+        self,
+        packed: PackedMatrix,
+        x: Tensor,
+        activations: Activations,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The products [T, rows] of x [T, cols] and a packed matrix, plus ``bias`` [rows]."""
         x = floats(x, (x.shape[0], packed.cols))
         n = x.shape[0]
         out = torch.empty(n, packed.rows)
         quantises = activations == "int8"
         kept = torch.empty(n * self._lib.specdec_kept(packed.cols, quantises))
         self._lib.specdec_multiply(
-            ctypes.byref(matrix_struct(packed, None)),
+            ctypes.byref(matrix_struct(packed, bias)),
             x.data_ptr(),
             n,
             quantises,
@@ -140,17 +146,19 @@ class Library:
         start: int,
         *,
         sees_block: bool = False,
+        inputs: Tensor | None = None,
     ) -> None:
         """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
 
-        With ``sees_block`` a row sees those behind it, too. The caller has checked every size.
+        With ``sees_block`` a row sees those behind it, too. The attention of a single layer may
+        read other ``inputs`` [T, columns of q], without a norm. The caller has checked every size.
         """
-        self._run(self._lib.specdec_layers, calls, hidden, start, sees_block)
+        self._run(self._lib.specdec_layers, calls, hidden, start, sees_block, inputs)
 
     def write_keys_values(self, calls: Sequence[LayerCall], rows: Tensor, start: int) -> None:
-        """Writes the keys and values that each layer makes of ``rows`` [T, D] at ``start`` ...
+        """Writes the keys and values that each layer makes of ``rows`` at ``start`` ...
 
-        The caller has checked every size.
+        They are [T, columns of k], what attention reads. The caller has checked every size.
         """
         self._run(self._lib.specdec_keys_values, calls, rows, start, False)
 
@@ -161,6 +169,7 @@ class Library:
         rows: Tensor,
         start: int,
         sees_block: bool,
+        inputs: Tensor | None = None,
     ) -> None:
         one = Pass(
             (LayerCall * len(calls))(*calls),
@@ -171,6 +180,7 @@ class Library:
             sees_block,
             rows.data_ptr(),
             None,
+            None if inputs is None else inputs.data_ptr(),
         )
         needed = self._lib.specdec_scratch(ctypes.byref(one))
         scratch, self._scratch = self._scratch, None  # a call at the same time takes its own

@@ -76,6 +76,16 @@ _READY = (
 )
 
 
+def test_on_the_way_out() -> None:
+    """What is over keeps its exit code, however often Ctrl-C is typed while Python cleans up."""
+    late = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT)"
+    for words, code in ((["--version"], 0), (["nothing"], 2)):
+        script = f"{late}; from specdec_cli.__main__ import main; main()"
+        found = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
+        assert found.returncode == code
+        assert b"Traceback" not in found.stderr
+
+
 def test_while_the_model_is_loaded(
     target: Path, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

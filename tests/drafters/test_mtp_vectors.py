@@ -23,7 +23,7 @@ from specdec.generate import Limits, decode
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
-from specdec.options import DraftOptions, SamplingOptions, SpecOptions
+from specdec.options import DraftOptions, Kernels, SamplingOptions, SpecOptions
 from specdec.sampling import build_chain
 from specdec.verify import Verifier
 
@@ -66,7 +66,9 @@ def recording(name: str) -> dict[str, np.ndarray]:
         return dict(recorded)
 
 
-def new_drafter(pair: str, options: DraftOptions | None = None) -> MTPDrafter:
+def new_drafter(
+    pair: str, options: DraftOptions | None = None, kernels: Kernels = "torch"
+) -> MTPDrafter:
     """The drafter of a row of `PAIRS`, found as a run would find it."""
     _, target_name, draft_name = PAIRS[pair]
     target_file = open_file(target_name)
@@ -81,6 +83,7 @@ def new_drafter(pair: str, options: DraftOptions | None = None) -> MTPDrafter:
         dtype_k=torch.float32,
         dtype_v=torch.float32,
         device=torch.device("cpu"),
+        kernels=kernels,
     )
     first = build_drafters(choose_types(spec, target_file, draft_file), context)
     drafter = first.drafters[0]
@@ -120,10 +123,15 @@ def close(found: Tensor, expected: np.ndarray, pair: str) -> None:
 
 @pytest.mark.parametrize("split", [512, 7])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_steps_of_all_rounds(pair: str, split: int) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_steps_of_all_rounds(pair: str, split: int, kernels: Kernels) -> None:
     """Target, heads and driver together: only tokens and accept counts come from the recording."""
     name, target_name, _ = PAIRS[pair]
-    values, target, drafter = recording(name), target_of(target_name), new_drafter(pair)
+    values, target, drafter = (
+        recording(name),
+        target_of(target_name),
+        new_drafter(pair, kernels=kernels),
+    )
     steps, cache = Steps(drafter), target.new_cache(N_CTX)
     prompt = torch.from_numpy(values["prompt_ids"].astype(np.int64))[:-1]
     h = []

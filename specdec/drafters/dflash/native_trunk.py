@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
 
 from specdec.drafters.dflash.trunk import BlockLayer, Trunk, TrunkOutput
 from specdec.drafters.vocabulary import DraftVocabulary
-from specdec.errors import UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import RotaryEmbedding
-from specdec.native import knows
+from specdec.native import find_library, knows
 from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
-from specdec.native.library import LayerCall, Library, floats, load_library
+from specdec.native.library import LayerCall, Library, floats
 from specdec.options import Activations, Kernels
-
-log = logging.getLogger(__name__)
 
 
 def pack_draft(
@@ -35,34 +30,24 @@ def pack_draft(
     None if torch has to do it; see `specdec.native.install`. The modules are still on the meta
     device.
     """
-    if kernels == "torch" or (kernels == "auto" and str(device) != "cpu"):
+    library = find_library(kernels, device, knows_draft=_knows_trunk(trunk))
+    if library is None:
         return None
-    try:
-        checked = _check_supported(trunk, device)
-        library = load_library()
-    except UnsupportedError as error:
-        if kernels == "native":
-            raise
-        log.info("%s; it runs on torch", error)
-        return None
+    assert isinstance(trunk, Trunk)
     weights = Weights(file, None)
     if vocabulary.output is not None:
         vocabulary.output = NativeLinear(library, weights.matrix("output.weight"), activations)
     if hasattr(head, "markov_w2"):
         head.markov_w2 = NativeLinear(library, weights.matrix("markov_w2.weight"), activations)
-    return NativeTrunk(library, checked, file, activations)
+    return NativeTrunk(library, trunk, file, activations)
 
 
-def _check_supported(trunk: nn.Module, device: torch.device | str) -> Trunk:
-    """The trunk itself. Raises `UnsupportedError` unless the kernels know everything it does."""
-    if str(device) != "cpu":
-        raise UnsupportedError(f"native kernels: need the CPU, not {device}")
-    if type(trunk) is Trunk and all(
+def _knows_trunk(trunk: nn.Module) -> bool:
+    """Whether the kernels can do everything that the trunk does."""
+    return type(trunk) is Trunk and all(
         type(layer) is BlockLayer and layer.convolution is None and knows(layer.spec)
         for layer in trunk.layers
-    ):
-        return trunk
-    raise UnsupportedError("native kernels: do not know the layers of this draft")
+    )
 
 
 class NativeTrunk(nn.Module):

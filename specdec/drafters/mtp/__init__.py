@@ -8,9 +8,12 @@ Gemma 4 assistant, which reads the target's keys and values. References: DeepSee
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from specdec.drafters.mtp.drafter import MTPDrafter
     from specdec.drafters.selection import DraftContext
 
@@ -22,15 +25,24 @@ def build(context: DraftContext) -> MTPDrafter:
     from specdec.drafters.mtp.heads import load_heads
     from specdec.drafters.mtp.model import MTPModel
     from specdec.drafters.mtp.validate import ASSISTANT_TARGETS
+    from specdec.resources import pick_kernels
 
-    draft, target, rope = context.draft_file, context.target, context.rope
-    model: MTPModel
+    draft, target = context.draft_file, context.target
+    options = context.spec.draft
+    kernels = pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v)
+    load: Callable[..., MTPModel]
     if draft is not None and draft.architecture in ASSISTANT_TARGETS:
-        model = load_assistant(draft, target, rope, context.device)
-    elif draft is not None:
-        model = load_heads(draft, target, rope, context.device, is_separate=True)
+        load = load_assistant
     else:
-        model = load_heads(context.target_file, target, rope, context.device)
+        load = functools.partial(load_heads, is_separate=draft is not None)
+    model = load(
+        draft or context.target_file,
+        target,
+        context.rope,
+        context.device,
+        kernels=kernels,
+        activations=context.activations,
+    )
     return MTPDrafter(
         model,
         context.draft_options(model.n_max),

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from specdec.drafters.mtp.model import MTPModel
 from specdec.errors import MismatchError
@@ -26,10 +25,12 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import gemma4
 from specdec.models.base import Target
-from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, attention, new_embedding
-from specdec.models.loading import load_weights
+from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, attention
+from specdec.models.loading import check_names, load_weights
 from specdec.models.rows import Rows
-from specdec.options import RopeOptions
+from specdec.native import find_library
+from specdec.native.modules import Packer
+from specdec.options import Activations, Kernels, RopeOptions
 
 
 class AssistantLayer(DecoderLayer):
@@ -63,7 +64,7 @@ class Assistant(nn.Module):
         n_embd = specs[0].n_embd
         self.layers = [AssistantLayer(spec) for spec in specs]
         self.blk = nn.ModuleList(self.layers)
-        self.token_embd = new_embedding(n_vocab, n_embd)
+        self.token_embd = nn.Linear(n_embd, n_vocab, bias=False)  # embeds nothing, only scores
         self.output_norm = nn.RMSNorm(n_embd, eps=specs[0].rms_eps)
         self.nextn = nn.ModuleDict(
             {
@@ -106,15 +107,21 @@ class AssistantModel(MTPModel):
             keys, values = cache.committed(0 if layer.spec.window else 1, x.dtype)
             x = layer.run(x, rotary(position), keys, values)
         normed = model.output_norm(x)[0]
-        logits = F.linear(normed, model.token_embd.weight).float()
-        return logits, model.nextn["post_projection"](normed)
+        return model.token_embd(normed).float(), model.nextn["post_projection"](normed)
 
 
 def load_assistant(
-    file: GGUFFile, target: Target, rope: RopeOptions, device: torch.device
+    file: GGUFFile,
+    target: Target,
+    rope: RopeOptions,
+    device: torch.device,
+    *,
+    kernels: Kernels = "torch",
+    activations: Activations = "int8",
 ) -> AssistantModel:
     """The assistant in ``file`` for ``target``, whose rotary overrides ``rope`` it shares.
 
+    ``kernels``: see `specdec.models.load_target`; native ones have its matrices and norms.
     Raises `MismatchError` if its heads do not fit the target's keys and values, `ModelFileError`
     for a missing, left-over or misshapen tensor.
     """
@@ -131,6 +138,12 @@ def load_assistant(
                 f"layer {model.sources[0 if spec.window else 1]} keeps {source.describe()}; use a "
                 "draft made for this target"
             )
-    load_weights(assistant, file, ignored=("rope_freqs.weight",))
+    ignored = ["rope_freqs.weight"]
+    check_names([assistant], file, ignored=ignored)
+    library = find_library(kernels, device)
+    if library is not None:
+        Packer(library, file, activations).pack(assistant)
+        ignored = list(file.tensors)
+    load_weights(assistant, file, ignored=ignored)
     assistant.to(device).requires_grad_(False).eval()
     return model

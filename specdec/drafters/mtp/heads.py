@@ -22,10 +22,12 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import MTP_ARCHITECTURES
 from specdec.models.base import Target, count_mtp_layers
-from specdec.models.layers import LayerSpec, RotaryEmbedding, new_embedding
-from specdec.models.loading import block_of, load_modules
+from specdec.models.layers import DecoderLayer, LayerSpec, RotaryEmbedding, new_embedding
+from specdec.models.loading import block_of, check_names, load_modules
 from specdec.models.rows import Rows
-from specdec.options import RopeOptions
+from specdec.native import find_library
+from specdec.native.modules import Packer
+from specdec.options import Activations, Kernels, RopeOptions
 
 
 class NextN(nn.Module):
@@ -48,6 +50,8 @@ class NextN(nn.Module):
 class Ends(nn.Module):
     """Embeddings, norm and output matrix of a separate file; else they are the target's."""
 
+    output: nn.Module
+
     def __init__(self, file: GGUFFile, n_vocab: int, spec: LayerSpec) -> None:
         super().__init__()
         self.token_embd = new_embedding(n_vocab, spec.n_embd)
@@ -61,8 +65,9 @@ class Ends(nn.Module):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """See `Target.lm_head`."""
-        matrix = self.output if hasattr(self, "output") else self.token_embd
-        return F.linear(hidden, matrix.weight).float()
+        if hasattr(self, "output"):
+            return self.output(hidden).float()  # type: ignore[no-any-return]
+        return F.linear(hidden, self.token_embd.weight).float()
 
 
 class MTPBlocks(nn.Module):
@@ -72,17 +77,22 @@ class MTPBlocks(nn.Module):
         self, file: GGUFFile, first: int, n_vocab: int, specs: Sequence[LayerSpec]
     ) -> None:
         super().__init__()
-        self.layers = [spec.new_layer() for spec in specs]
+        layers = [spec.new_layer() for spec in specs]
         self.nextn = [
             NextN(file, block, n_vocab, spec) for block, spec in enumerate(specs, start=first)
         ]
         self.blk = nn.ModuleDict()
-        for block, (layer, nextn) in enumerate(zip(self.layers, self.nextn, strict=True), first):
+        for block, (layer, nextn) in enumerate(zip(layers, self.nextn, strict=True), first):
             layer.add_module("nextn", nextn)
             if f"blk.{block}.layer_output_norm.weight" in file.tensors:
                 norm = nn.RMSNorm(layer.spec.n_embd, eps=layer.spec.rms_eps)
                 layer.add_module("layer_output_norm", norm)
             self.blk[str(block)] = layer
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """The decoder layers in order."""
+        return list(self.blk.values())  # type: ignore[arg-type]
 
 
 class MTPHeads(MTPModel):
@@ -91,8 +101,8 @@ class MTPHeads(MTPModel):
     def __init__(
         self, blocks: MTPBlocks, ends: Ends | Target, final_tap: int, device: torch.device
     ) -> None:
-        specs = [layer.spec for layer in blocks.layers]
-        self.blocks = blocks
+        self._layers, self._nextn = blocks.layers, blocks.nextn
+        specs = [layer.spec for layer in self._layers]
         self.ends = ends
         self.device = device
         self.taps = (final_tap,)
@@ -102,9 +112,10 @@ class MTPHeads(MTPModel):
         self._rotary = [RotaryEmbedding(spec.rope) for spec in specs]
 
     def read(self, tokens: Tensor, taps: Tensor, before: Tensor, cache: KVCache) -> None:
-        """See `MTPModel.read`: every head reads every pair."""
-        for head in range(len(self.blocks.layers)):
-            self._run(head, tokens, before, cache)
+        """See `MTPModel.read`: every head reads every pair, of which only its keys are needed."""
+        for head, layer in enumerate(self._layers):
+            x = self._join(head, tokens, before)
+            layer.remember(x, cache, head, self._angles(head, cache.length, tokens.shape[0]))
         cache.advance(tokens.shape[0])
 
     def step(self, tokens: Tensor, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -125,22 +136,30 @@ class MTPHeads(MTPModel):
 
     def _run(self, head: int, tokens: Tensor, hidden: Tensor, cache: KVCache) -> Tensor:
         """x' [T, D] of T pairs behind the committed ones; appends them to the head's layer."""
-        nextn, layer = self.blocks.nextn[head], self.blocks.layers[head]
+        rows = Rows(cache.length, tokens.shape[0], exact=False)
+        rotary = self._angles(head, rows.start, rows.count)
+        return self._layers[head](self._join(head, tokens, hidden), cache, head, rotary, rows)  # type: ignore[no-any-return]
+
+    def _join(self, head: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """x [T, D], what a head's decoder layer reads of pairs [T], [T, D]."""
+        nextn = self._nextn[head]
         own = getattr(nextn, "embed_tokens", None)
         embeddings = self.ends.embed(tokens) if own is None else own(tokens)
         embeddings = embeddings.to(self.device)
-        x = nextn.eh_proj(torch.cat((nextn.enorm(embeddings), nextn.hnorm(hidden)), dim=-1))
-        rows = Rows(cache.length, tokens.shape[0], exact=False)
-        positions = torch.arange(rows.start, rows.start + rows.count, device=self.device)
-        return layer(x, cache, head, self._rotary[head](positions), rows)  # type: ignore[no-any-return]
+        joined = torch.cat((nextn.enorm(embeddings), nextn.hnorm(hidden)), dim=-1)
+        return nextn.eh_proj(joined)  # type: ignore[no-any-return]
+
+    def _angles(self, head: int, start: int, n: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(start, start + n, device=self.device)
+        return self._rotary[head](positions)  # type: ignore[no-any-return]
 
     def _norm(self, head: int, x: Tensor) -> Tensor:
-        nextn, layer = self.blocks.nextn[head], self.blocks.layers[head]
+        nextn, layer = self._nextn[head], self._layers[head]
         own = getattr(nextn, "shared_head_norm", None) or getattr(layer, "layer_output_norm", None)
         return (own or self.ends.output_norm)(x)  # type: ignore[no-any-return]
 
     def _logits(self, head: int, normed: Tensor) -> Tensor:
-        own = getattr(self.blocks.nextn[head], "shared_head_head", None)
+        own = getattr(self._nextn[head], "shared_head_head", None)
         return self.ends.lm_head(normed) if own is None else own(normed).float()
 
 
@@ -151,11 +170,14 @@ def load_heads(
     device: torch.device,
     *,
     is_separate: bool = False,
+    kernels: Kernels = "torch",
+    activations: Activations = "int8",
 ) -> MTPHeads:
     """The MTP layers in ``file``, the target's own (on its device) or a separate one.
 
-    ``rope`` are the user's overrides for the target. Raises `ModelFileError` for a missing,
-    left-over or misshapen tensor.
+    ``rope`` are the user's overrides for the target; ``kernels``: see `specdec.models.load_target`.
+    Layers that native kernels do not know run on torch, with packed matrices. Raises
+    `ModelFileError` for a missing, left-over or misshapen tensor.
     """
     read_spec = MTP_ARCHITECTURES.load(file.architecture)
     end = file.get_int(file.key("block_count"))
@@ -165,10 +187,19 @@ def load_heads(
     with torch.device("meta"):
         blocks = MTPBlocks(file, first, n_vocab, specs)
         ends = Ends(file, n_vocab, specs[0]) if is_separate else target
-    modules = [blocks, ends] if isinstance(ends, Ends) else [blocks]
-    trunk = [name for name in file.tensors if block_of(name) < first]
-    load_modules(modules, file, ignored=trunk)
     device = device if is_separate else target.device
+    modules = [blocks, ends] if isinstance(ends, Ends) else [blocks]
+    ignored = [name for name in file.tensors if block_of(name) < first]
+    check_names(modules, file, ignored=ignored)
+    library = find_library(kernels, device)
+    if library is not None:
+        packer = Packer(library, file, activations)
+        if isinstance(ends, Ends) and not hasattr(ends, "output"):
+            ends.output = packer.linear("token_embd.weight")
+        for module in modules:
+            packer.pack(module)
+        ignored = list(file.tensors)
+    load_modules(modules, file, ignored=ignored)
     for module in modules:
         module.to(device).requires_grad_(False).eval()
     return MTPHeads(blocks, ends, target.config.final_tap, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.drafters.base import FirstOf
 from specdec.generate import Limits, decode
 from specdec.models.layers import interleaved_to_halves
-from specdec.options import SamplingOptions
+from specdec.options import Kernels, SamplingOptions
 from specdec.sampling import build_chain
 from specdec.verify import Verifier
 
@@ -29,8 +29,8 @@ def _inference() -> Iterator[None]:
 
 
 @functools.cache
-def trace_of(name: str) -> Trace:
-    return Trace(name)
+def trace_of(name: str, kernels: Kernels = "torch") -> Trace:
+    return Trace(name, kernels)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -79,8 +79,9 @@ def test_encoder_and_pairs_of_the_prompt(name: str, pieces: list[int] | None) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_and_drafts_of_all_rounds(name: str) -> None:
-    trace = trace_of(name)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_steps_and_drafts_of_all_rounds(name: str, kernels: Kernels) -> None:
+    trace = trace_of(name, kernels)
     drafter = trace.drafter()
     trace.prefill(drafter, trace.values["prefill_split"].tolist())
     n_rounds = 0
@@ -113,7 +114,7 @@ def test_inside_the_first_steps(name: str) -> None:
     trace.prefill(drafter, [17])
     token, state = trace.rounds[0].number("id_last"), drafter._waiting()
     for index in range(2):
-        layer, rotary = decoder._layers[0], decoder._angles(drafter._cache.length, state)
+        layer, rotary = decoder.layer, decoder._angles(drafter._cache.length, state)
         embedding = trace.model.vocabulary.embed(torch.tensor([token]))
 
         def recorded(name: str, index: int = index) -> Tensor:

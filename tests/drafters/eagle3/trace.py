@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.drafters.eagle3 import Eagle3Drafter, load
 from specdec.gguf_file import GGUFFile
-from specdec.options import DraftOptions, SamplingOptions
+from specdec.options import DraftOptions, Kernels, SamplingOptions
 
 
 @dataclass
@@ -66,12 +66,12 @@ class Watched(Eagle3Drafter):
 class Trace:
     """One recording with its draft model, loaded."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kernels: Kernels = "torch") -> None:
         self.name = name
         with np.load(path_of(name + ".npz")) as recorded:
             self.values = dict(recorded)
         self.file = GGUFFile.open(path_of(name + ".gguf"))
-        self.model = load(self.file, target_of(name))
+        self.model = load(self.file, target_of(name), kernels=kernels)
 
     @property
     def rounds(self) -> list[Recorded]:
