@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 PANELS = (TRAIN, TRAIN_SHAPE, MODEL, CHAT, ROPE)
 
+SILENCE = 70.0
+"""Seconds after which a stage that says nothing gets a line where there are no bars."""
+
 
 def train(given: Given) -> None:
     """Makes a draft that fits a target, from texts that the target writes itself.
@@ -35,9 +38,11 @@ def train(given: Given) -> None:
         raise UsageError("--model is required; give the target's GGUF file with -m")
     if options.train.output is None:
         raise UsageError("--output is required; name the draft's file with -o")
-    from specdec.train.run import run_training, work_folder
+    from specdec.train.folder import work_folder
 
     folder = work_folder(options)
+    from specdec.train.run import run_training
+
     interrupts = Interrupts()
     try:
         with interrupts.handled(), interrupts.deferred(), _listener(interrupts) as listener:
@@ -56,7 +61,7 @@ class Watch:
     def __init__(self, bars: Progress, interrupts: Interrupts) -> None:
         self._bars, self._interrupts = bars, interrupts
         self._tasks: dict[str, TaskID] = {}
-        self._started = time.monotonic()
+        self._started = self._said = time.monotonic()
         self._shown = 0.0
 
     def progress(self, stage: str, fraction: float, text: str) -> None:
@@ -66,13 +71,20 @@ class Watch:
         if now - self._shown < 0.2 and fraction < 1:
             return
         self._shown = now
+        if not self._bars.console.is_terminal:
+            if now - self._said > SILENCE:
+                self.say(f"{stage}: {100 * fraction:.0f} %{text and ', '}{text}")
+            return
         if stage not in self._tasks:
+            for task in self._tasks.values():  # earlier stages are over
+                self._bars.update(task, completed=1.0)
             self._tasks[stage] = self._bars.add_task(stage, total=1.0, text="")
         self._bars.update(self._tasks[stage], completed=fraction, text=text)
 
     def say(self, text: str) -> None:
         """See `Listener.say`; each line begins with the minutes since the start."""
-        minutes = (time.monotonic() - self._started) / 60
+        self._said = time.monotonic()
+        minutes = (self._said - self._started) / 60
         self._bars.console.print(f"{minutes:6.1f}  {text}", markup=False, highlight=False)
 
 

@@ -114,23 +114,23 @@ class Report:
         return max(self.results, key=lambda result: result.ratio)
 
 
-def load_prompts(path: Path) -> list[str]:
+def load_prompts(path: Path, flag: str = "--prompts") -> list[str]:
     """The prompts in a file: `.jsonl` with a `prompt` in each line, else one prompt a line.
 
-    Raises `UsageError` for a file that cannot be read or holds none.
+    Raises `UsageError`, which names ``flag``, for a file that cannot be read or holds none.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"--prompts: cannot read {path}: {reason}") from None
+        raise UsageError(f"{flag}: cannot read {path}: {reason}") from None
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix == ".jsonl":
-        prompts = [_prompt_of(line, f"{path}, line {number}") for number, line in numbered]
+        prompts = [_prompt_of(line, f"{flag}: {path}, line {number}") for number, line in numbered]
     else:
         prompts = [line for _, line in numbered]
     if not prompts:
-        raise UsageError(f"--prompts: {path} holds no prompts")
+        raise UsageError(f"{flag}: {path} holds no prompts")
     return prompts
 
 
@@ -138,10 +138,10 @@ def _prompt_of(line: str, where: str) -> str:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--prompts: {where}: not JSON: {error.msg}") from None
+        raise UsageError(f"{where}: not JSON: {error.msg}") from None
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(prompt, str):
-        raise UsageError(f"--prompts: {where}: expected an object with a text 'prompt'")
+        raise UsageError(f"{where}: expected an object with a text 'prompt'")
     return prompt
 
 

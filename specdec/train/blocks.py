@@ -158,7 +158,10 @@ class Student:
         """
         final = padded(conversation.final)
         own = self.model.vocabulary.output
-        logits = self.target.lm_head(final) if own is None else own(final).float()
+        if own is None:
+            logits = self.target.lm_head(final.to(self.target.device)).to(final.device)
+        else:
+            logits = own(final).float()
         logits = self.target.softcap(logits[: len(conversation.tokens)])
         log_p: Tensor = logits - conversation.log_z[:, None]
         return log_p

@@ -7,7 +7,7 @@ token is the target's. Both numbers fold into the head's weights, as llama.cpp k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from specdec.train.blocks import Student, eligible_anchors, make_labels
 from specdec.train.dataset import Conversation
 
 N_BINS = 10
+N_BLOCKS = 64
+"""Blocks whose logits are held at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,19 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(student: Student, held_out: Sequence[Conversation]) -> Calibration | None:
-    """Rescales the confidence head on held-out replies; None for heads without one."""
+def calibrate(
+    student: Student,
+    held_out: Sequence[Conversation],
+    tell: Callable[[float], None] | None = None,
+) -> Calibration | None:
+    """Rescales the confidence head on held-out replies; None for heads without one.
+
+    ``tell`` hears which share of the replies is done.
+    """
     head = student.model.head
     if not isinstance(head, DSparkHead) or not head.has_confidence or not held_out:
         return None
-    logits, outcomes = _collect(student, head, held_out)
+    logits, outcomes = _collect(student, head, held_out, tell)
     if not len(logits):
         return None
     scale, shift = fit_logistic(logits, outcomes)
@@ -48,23 +57,28 @@ def calibrate(student: Student, held_out: Sequence[Conversation]) -> Calibration
 
 
 def _collect(
-    student: Student, head: DSparkHead, held_out: Sequence[Conversation]
+    student: Student,
+    head: DSparkHead,
+    held_out: Sequence[Conversation],
+    tell: Callable[[float], None] | None,
 ) -> tuple[Tensor, Tensor]:
     """Confidence logits [N], and whether the drafted token was right, for drafts still alive."""
     found: list[Tensor] = []
     right: list[Tensor] = []
-    for conversation in held_out:
-        anchors = eligible_anchors(conversation.supervised)
-        if not len(anchors):
-            continue
-        blocks = student.run(conversation, make_labels(conversation, anchors, student.n_drafts))
-        logits, confidence = head.follow(blocks.hidden, blocks.state, blocks.labels.before)
-        is_right = (logits.argmax(-1) == blocks.rows) & blocks.labels.valid
-        # Beyond the first wrong token the true predecessors are not what a draft would have.
-        alive = F.pad(is_right.cumprod(-1)[:, :-1].bool(), (1, 0), value=True)
-        alive &= blocks.labels.valid
-        found.append(confidence[alive])
-        right.append(is_right[alive])
+    for index, conversation in enumerate(held_out):
+        if tell is not None:
+            tell(index / len(held_out))
+        for anchors in torch.split(eligible_anchors(conversation.supervised), N_BLOCKS):
+            if not len(anchors):
+                continue
+            blocks = student.run(conversation, make_labels(conversation, anchors, student.n_drafts))
+            logits, confidence = head.follow(blocks.hidden, blocks.state, blocks.labels.before)
+            is_right = (logits.argmax(-1) == blocks.rows) & blocks.labels.valid
+            # Beyond the first wrong token the true predecessors are not what a draft would have.
+            alive = F.pad(is_right.cumprod(-1)[:, :-1].bool(), (1, 0), value=True)
+            alive &= blocks.labels.valid
+            found.append(confidence[alive])
+            right.append(is_right[alive])
     return torch.cat(found), torch.cat(right).float()
 
 

@@ -7,6 +7,7 @@ line by line and is continued where it ends.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -14,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +23,9 @@ import torch
 
 from specdec.chat import Message
 from specdec.engine import Engine
-from specdec.errors import SpecdecError, UsageError
+from specdec.errors import SpecdecError, UnsupportedError, UsageError
 from specdec.models.base import Target
+from specdec.train.folder import TARGET, write_whole
 from specdec.train.lanes import End, Lanes, Request, Text
 from specdec.train.packed import check_target
 from specdec.train.precision import fastest_dtype
@@ -49,6 +51,10 @@ MAX_LOOPS = 0.1
 SECOND_TURNS = 0.15
 MIN_KEPT = 16
 """Tokens of an answer that is broken off which are worth keeping."""
+MIN_CONTEXT = 32
+"""Tokens that a target must have room for beside its chat template."""
+USUAL_TEMPLATE = 128
+"""Tokens of a chat template that do not lengthen the lanes."""
 LANE_BYTES = 2**31
 """What the caches of all lanes may take."""
 
@@ -132,25 +138,57 @@ def generate_data(
         raise UsageError("training data: give --minutes or --tokens")
     check_target(engine.target)
     check_folder(engine.target, folder)
+    options = _fitted(options, engine)
     with RecordFile(folder / FILE) as file:
         writer = _Writer(engine, options, file)
         try:
             writer.run(progress, should_stop)
-        finally:
+        except SpecdecError:
+            raise  # nothing can be written any more
+        except BaseException:
             writer.break_off()
+            raise
+        writer.break_off()
         return writer.progress()
+
+
+def _fitted(options: DataOptions, engine: Engine) -> DataOptions:
+    """The options with lengths that fit the target's context beside its chat template.
+
+    Raises `UnsupportedError` for a context in which there is no room for any text.
+    """
+    n_template = len(encode_chat(engine, [_user("a")]))
+    wanted = options.n_ctx + max(0, n_template - USUAL_TEMPLATE)
+    n_ctx = min(wanted, engine.target.config.n_ctx_train or wanted)
+    left = n_ctx - n_template
+    if left < MIN_CONTEXT:
+        raise UnsupportedError(
+            f"training: the chat template takes {n_template} of {n_ctx} tokens; at least "
+            f"{MIN_CONTEXT} must be left for texts"
+        )
+    return replace(
+        options,
+        n_ctx=n_ctx,
+        prompt_limit=min(options.prompt_limit, left // 3),
+        text_limit=min(options.text_limit, left // 3),
+        answer_limit=min(options.answer_limit, left // 2),
+    )
 
 
 def check_folder(target: Target, folder: Path) -> None:
     """Makes ``folder`` one of this target; raises `UsageError` if it is another's."""
-    path, mine = folder / "target.json", {"fingerprint": fingerprint(target)}
+    path, mine = folder / TARGET, {"fingerprint": fingerprint(target)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.write_text(json.dumps(mine), encoding="utf-8")
+            write_whole(path, json.dumps(mine))
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecdecError(f"{path}: cannot be used: {error}; give another folder") from None
+    except OSError as error:
+        raise SpecdecError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise SpecdecError(
+            f"{path}: is damaged; remove it if the folder is this target's"
+        ) from None
     if found != mine:
         raise UsageError(f"{folder}: holds the data of another target; give another folder")
 
@@ -186,7 +224,8 @@ class RecordFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a line that could not be written was reported
+            self._file.close()
 
     def append(self, record: Record) -> None:
         """Writes a line. Raises `SpecdecError` if the disk is full."""
@@ -280,7 +319,7 @@ class _Writer:
         for record in file.records[-200:]:
             self._remember(record)
         dtype = fastest_dtype(engine.target.device)
-        n_ctx = min(options.n_ctx, engine.target.config.n_ctx_train or options.n_ctx)
+        n_ctx = options.n_ctx
         n_lanes = _lane_count(engine.target, options.n_lanes, n_ctx, dtype)
         prefix = _common_prefix(*(encode_chat(engine, [_user(text)]) for text in "a1"))
         self._lanes = Lanes(engine.target, n_lanes, n_ctx, dtype=dtype, prefix=prefix)
@@ -323,11 +362,13 @@ class _Writer:
         )
 
     def break_off(self) -> None:
-        """Writes down the answers in progress as far as they are."""
+        """Writes down what is known of the samples in progress: whole answers and long parts."""
         for text in self._lanes.texts:
             sample: _Sample = text.request.tag
-            if sample.stage != "prompt" and len(text.tokens) >= MIN_KEPT:
-                self._take_answer(sample, text.tokens)
+            if sample.stage == "answer" and len(text.tokens) >= MIN_KEPT:
+                if not self._options.unwanted.intersection(text.tokens):
+                    self._take_answer(sample, text.tokens)
+            if sample.supervised:
                 self._write(sample)
 
     # One sample
@@ -383,10 +424,15 @@ class _Writer:
         start, options = sample.start, self._options
         has_text = start.text.endswith((":", "\n", '"'))
         tokens = self._tokenizer.encode_chat(user_turn(self._engine) + start.text)
-        if not tokens:
-            tokens = encode_chat(self._engine, [_user("")])
+        if not tokens:  # without a template: what separates texts stands before a new one
+            tokens = [self._first_token()]
         limit = options.text_limit if has_text or start.kind == "code" else options.prompt_limit
-        self._add(sample, tokens, limit, 1.0 if sample.serial % 2 else 0.7, start.text)
+        if len(tokens) + limit <= self._lanes.n_ctx:
+            self._add(sample, tokens, limit, 1.0 if sample.serial % 2 else 0.7, start.text)
+
+    def _first_token(self) -> int:
+        bos = self._tokenizer.bos_id
+        return bos if bos is not None else min(self._tokenizer.end_tokens, default=0)
 
     def _write_follow_up(self, sample: _Sample) -> bool:
         """Lets the model write the user's second turn; False if there is no room for it."""

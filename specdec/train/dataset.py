@@ -8,11 +8,14 @@ step, so that a pass broken off anywhere continues.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +28,12 @@ from torch import Tensor
 from specdec.errors import SpecdecError, UsageError
 from specdec.models.base import Target
 from specdec.train.conversations import FILE, Record, check_folder, fingerprint, read_records
+from specdec.train.folder import write_whole
 from specdec.train.packed import check_target, read_texts
 
-FOLDER = "features"
+log = logging.getLogger(__name__)
+
+FOLDER, PROGRESS = "features", "progress.npz"
 HELD_OUT = 0.05
 """Share of the prompts that are kept from training."""
 COMMIT_SECONDS = 20.0
@@ -37,6 +43,9 @@ HEAD_ROWS = 128
 """Rows whose logits over the whole vocabulary are held at once."""
 RESERVE = 2**28
 """Bytes of the disk that are left free."""
+
+DAMAGES = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+"""What reading a damaged file may raise."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -120,8 +129,13 @@ def compute_features(
     try:
         store.check_space(sum(len(record.tokens) for record in todo))
         _read_all(target, taps, todo, store, progress, should_stop)
-    finally:
         store.commit()
+    except SpecdecError:
+        raise  # there is no room, or nothing that counts
+    except BaseException:
+        store.commit()
+        raise
+    finally:
         store.close()
 
 
@@ -214,11 +228,11 @@ class _Store:
         self.folder, self._columns = folder, columns
         self._offsets, self._held_out = [0], list[bool]()
         self._mass = np.zeros(n_vocab)
-        if (folder / "progress.npz").exists():
-            with np.load(folder / "progress.npz") as saved:
-                self._offsets = saved["offsets"].tolist()
-                self._held_out = saved["held_out"].tolist()
-                self._mass = saved["mass"]
+        if (folder / PROGRESS).exists():
+            saved = _read_progress(folder)
+            self._offsets = saved["offsets"].tolist()
+            self._held_out = saved["held_out"].tolist()
+            self._mass = saved["mass"]
         self._files = {column.name: self._open(column) for column in columns}
         self._committed = time.perf_counter()
 
@@ -236,9 +250,11 @@ class _Store:
         columns = _columns(len(taps), target.config.n_embd)
         try:
             if folder.exists() and not _is_same(folder, meta, records):
+                log.warning("%s: not of these conversations and layers; computed again", folder)
                 shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+            if not folder.exists():
+                folder.mkdir(parents=True)
+                write_whole(folder / "meta.json", json.dumps(meta))
             return cls(folder, columns, target.config.n_vocab)
         except OSError as error:
             raise SpecdecError(f"{folder}: {error.strerror}") from None
@@ -263,8 +279,9 @@ class _Store:
         free = shutil.disk_usage(self.folder).free - RESERVE
         if needed > free:
             raise SpecdecError(
-                f"{self.folder}: the features of {n_tokens} tokens need {needed / 2**30:.1f} GiB, "
-                f"{max(free, 0) / 2**30:.1f} GiB are free; make room or give a folder elsewhere"
+                f"{self.folder}: the features of {n_tokens} tokens need {needed / 2**20:.0f} MiB, "
+                f"{max(free, 0) / 2**20:.0f} MiB are free beside {RESERVE >> 20} for the training; "
+                "make room, or move the folder and continue there"
             )
 
     def append(self, record: Record, states: States) -> None:
@@ -309,15 +326,16 @@ class _Store:
                 held_out=np.array(self._held_out, dtype=bool),
                 mass=self._mass,
             )
-            part.replace(self.folder / "progress.npz")
+            part.replace(self.folder / PROGRESS)
         except OSError as error:
             raise SpecdecError(f"{self.folder}: {error.strerror}") from None
         self._committed = time.perf_counter()
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files; rows that were not committed do not count."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _is_same(folder: Path, meta: dict[str, Any], records: Sequence[Record]) -> bool:
@@ -325,16 +343,19 @@ def _is_same(folder: Path, meta: dict[str, Any], records: Sequence[Record]) -> b
     try:
         if json.loads((folder / "meta.json").read_text(encoding="utf-8")) != meta:
             return False
-        if not (folder / "progress.npz").exists():
-            return False
-        with np.load(folder / "progress.npz") as saved:
-            offsets = saved["offsets"]
+        offsets = _read_progress(folder)["offsets"]
         tokens = np.fromfile(folder / "tokens.bin", dtype=np.int32)[: offsets[-1]]
-    except (OSError, ValueError):
+    except DAMAGES:
         return False
     n = len(offsets) - 1
     mine = [token for record in records[:n] for token in record.tokens]
     return n <= len(records) and np.array_equal(tokens, np.array(mine, dtype=np.int32))
+
+
+def _read_progress(folder: Path) -> dict[str, Array]:
+    """What counts in a feature folder. Raises one of `DAMAGES`."""
+    with np.load(folder / PROGRESS) as file:
+        return {name: file[name] for name in ("offsets", "held_out", "mass")}
 
 
 class Dataset:
@@ -360,8 +381,7 @@ class Dataset:
         features = folder / FOLDER
         try:
             meta = json.loads((features / "meta.json").read_text(encoding="utf-8"))
-            with np.load(features / "progress.npz") as file:
-                saved = dict(file)
+            saved = _read_progress(features)
             n_tokens = int(saved["offsets"][-1])
             columns: dict[str, Array] = {
                 column.name: np.memmap(
@@ -372,7 +392,7 @@ class Dataset:
                 )
                 for column in _columns(len(meta["taps"]), meta["width"])
             }
-        except (OSError, ValueError, KeyError) as error:
+        except DAMAGES as error:
             raise UsageError(f"{features}: holds no features: {error}") from None
         return cls(features, columns, saved)
 
@@ -403,6 +423,10 @@ class Dataset:
     def length(self, index: int) -> int:
         """Tokens of one conversation."""
         return int(self._offsets[index + 1] - self._offsets[index])
+
+    def supervised(self, index: int) -> Tensor:
+        """Which tokens of one conversation the target wrote, [S] bool."""
+        return torch.from_numpy(np.array(self._columns["supervised"][self._rows(index)]))
 
     def n_supervised(self, indices: Sequence[int]) -> int:
         """Supervised tokens of some conversations."""

@@ -6,6 +6,7 @@ float32 weights that do nothing yet.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.dflash.lilicorr_config import lilicorr_shapes
-from specdec.errors import UsageError
+from specdec.errors import SpecdecError
 from specdec.gguf_file import GGUFFile
 from specdec.train.shape import DraftShape
 
@@ -173,7 +174,7 @@ def _fresh(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 def write_fresh_draft(path: Path, target: GGUFFile, shape: DraftShape, seed: int = 0) -> None:
-    """Writes an untrained draft for ``target`` with float32 weights. Raises `UsageError`."""
+    """Writes an untrained draft for ``target`` with float32 weights. Raises `SpecdecError`."""
     write_draft(path, target, shape, fresh_weights(shape, seed) | output_rows(target, shape))
 
 
@@ -198,15 +199,17 @@ def write_draft(
     """Writes a draft with the tokenizer of ``target``; ``path`` appears when it is complete.
 
     Matrices become ``ggml_type`` (any type that gguf-py can quantise to) where their width allows;
-    everything else stays float32. Raises `UsageError` if the file cannot be written.
+    everything else stays float32. Raises `SpecdecError` if the file cannot be written.
     """
     unfinished = path.with_name(path.name + ".new")
     try:
         _write(unfinished, target, shape, weights, ggml_type, name or path.stem)
         os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise UsageError(f"--output: cannot write {path}: {error.strerror}") from None
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        reason = error.strerror or "no space is left"  # numpy does not say why
+        raise SpecdecError(f"{path}: cannot be written: {reason}") from None
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

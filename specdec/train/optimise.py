@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.drafters.dflash.lilicorr import LiliCorrHead
-from specdec.errors import ModelFileError
+from specdec.errors import ModelFileError, SpecdecError
 from specdec.train.blocks import Labels, Student, acceptance_rates, eligible_anchors, make_labels
 from specdec.train.dataset import Conversation
 from specdec.train.losses import loss_of, slot_weights
@@ -107,8 +109,12 @@ class Trainer:
     def run(self, tell: Callable[[State, float], None], report: Callable[[Report], None]) -> None:
         """Trains until the budget is used; ``tell`` hears of every step, ``report`` of minutes.
 
-        Ctrl-C saves a checkpoint and goes on its way.
+        Ctrl-C saves a checkpoint and goes on its way. Raises `SpecdecError` if a checkpoint cannot
+        be written, or if the loss is no number any more.
         """
+        if self.progress >= 1.0:  # all that was left was the file
+            report(self.measure())
+            return
         started = time.monotonic() - self.state.seconds
         saved = reported = self.state.seconds
         try:
@@ -142,6 +148,11 @@ class Trainer:
             mean = ((slots.base + slots.head) * weights).sum() / total
             mean.backward()  # type: ignore[no-untyped-call]
             loss += float(mean.detach())
+            if not math.isfinite(loss):
+                raise SpecdecError(
+                    f"training: the loss at step {self.state.step} is {loss}; continue with a "
+                    "smaller --learning-rate"
+                )
             overlap += float((slots.overlap * labels.valid)[:, 0].sum())
             count += int(labels.valid[:, 0].sum())
         self._update()
@@ -186,10 +197,15 @@ class Trainer:
                 yield [self.conversations[i] for i in order[index * size : (index + 1) * size]]
                 position += 1
 
-    def measure(self, n_anchors: int = 32) -> Report:
-        """Acceptance on the held-out conversations, blocks at evenly spread positions."""
+    def measure(self, n_anchors: int = 32, tell: Callable[[float], None] | None = None) -> Report:
+        """Acceptance on the held-out conversations, blocks at evenly spread positions.
+
+        ``tell`` hears which share of them is done.
+        """
         lengths: list[int] = []
-        for conversation in self.held_out:
+        for index, conversation in enumerate(self.held_out):
+            if tell is not None:
+                tell(index / len(self.held_out))
             eligible = eligible_anchors(conversation.supervised)
             spread = eligible[:: max(1, len(eligible) // n_anchors)]
             lengths += self.student.accepted(conversation, spread)
@@ -202,39 +218,63 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Writes a checkpoint that `restore` continues from; the old one stays until it is done."""
+        """Writes a checkpoint that `restore` continues from; the old one stays until it is done.
+
+        Raises `SpecdecError` if it cannot be written.
+        """
         if self.checkpoint is None:
             return
         unfinished = self.checkpoint.with_suffix(".new")
         modules = self.student.trunk, self.student.model.head
-        torch.save(
-            {
-                "state": asdict(self.state),
-                "modules": [module.state_dict() for module in modules],
-                "optimizer": self._optimizer.state_dict(),
-            },
-            unfinished,
-        )
-        os.replace(unfinished, self.checkpoint)
+        held = {
+            "state": asdict(self.state),
+            "modules": [module.state_dict() for module in modules],
+            "optimizer": self._optimizer.state_dict(),
+        }
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(held, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, self.checkpoint)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            reason = error.strerror if isinstance(error, OSError) else "it could not be written"
+            raise SpecdecError(
+                f"{self.checkpoint}: {reason}; the checkpoint before it is kept, continue with "
+                "--resume"
+            ) from None
 
     def restore(self) -> bool:
         """Continues from the checkpoint; False if there is none. Raises `ModelFileError`."""
         if self.checkpoint is None or not self.checkpoint.exists():
             return False
+        held = read_checkpoint(self.checkpoint)
         try:
-            held = torch.load(self.checkpoint, weights_only=True)
             for module, weights in zip(
                 (self.student.trunk, self.student.model.head), held["modules"], strict=True
             ):
                 module.load_state_dict(weights)
             self._optimizer.load_state_dict(held["optimizer"])
             self.state = State(**held["state"])
-        except (RuntimeError, KeyError, ValueError, EOFError, OSError) as error:
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise ModelFileError(
                 f"{self.checkpoint}: does not fit this training ({type(error).__name__}); "
                 "remove it to start again"
             ) from None
         return True
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `Trainer.save` wrote. Raises `ModelFileError` for a file that is none or is damaged."""
+    try:
+        held = torch.load(path, weights_only=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        held = error
+    if not isinstance(held, dict) or not {"state", "modules", "optimizer"} <= held.keys():
+        raise ModelFileError(f"{path}: is damaged; remove it to start this training again")
+    return held
 
 
 @contextlib.contextmanager

@@ -7,14 +7,12 @@ folder of its own with the file it began from and a checkpoint. Whatever is ther
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.bench import load_prompts
@@ -22,21 +20,21 @@ from specdec.drafters.dflash.model import load
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
 from specdec.gguf_file import GGUFFile
+from specdec.models import check_architecture
 from specdec.options import Options, SpecOptions
 from specdec.resources import open_target
 from specdec.train.alignment import require_alignment
-from specdec.train.blocks import Student
+from specdec.train.blocks import Student, eligible_anchors
 from specdec.train.calibrate import calibrate
 from specdec.train.conversations import DataOptions, DataProgress, generate_data
 from specdec.train.dataset import Conversation, Dataset, FeatureProgress, compute_features
 from specdec.train.draft_file import draft_metadata, pick_outtype, write_draft, write_fresh_draft
-from specdec.train.optimise import Report, Schedule, State, Trainer
+from specdec.train.folder import work_folder, write_whole
+from specdec.train.optimise import Report, Schedule, State, Trainer, read_checkpoint
 from specdec.train.precision import prepare_memory
 from specdec.train.shape import DraftShape, default_shape
 from specdec.train.vocabulary import coverage, pick_vocabulary, required_tokens
 from specdec.train.warm_start import start_from_target, start_from_trunk
-
-log = logging.getLogger(__name__)
 
 DATA_SHARE, TRAINING_SHARE = 0.3, 0.55
 """Of the minutes; features, checks and measuring take the rest."""
@@ -69,27 +67,6 @@ class Trained:
     """Teacher-forced: blocks at all positions of held-out replies, with the written weights."""
 
 
-def work_folder(options: Options) -> Path:
-    """Where a training keeps its things. Raises `UsageError` if that would mix two trainings."""
-    train = options.train
-    if train.output is None:
-        raise UsageError("--output is required; name the draft's file with -o")
-    if not train.output.absolute().parent.is_dir():
-        raise UsageError(f"--output: the folder of {train.output} does not exist; make it first")
-    if train.resume is not None:
-        if not train.resume.is_dir():
-            raise UsageError(
-                f"--resume: {train.resume} is not a folder; give one of an earlier run"
-            )
-        return train.resume
-    folder = train.output.with_name(train.output.stem + ".train")
-    if folder.exists():
-        raise UsageError(
-            f"{folder}: holds an earlier training; continue it with --resume {folder}, or remove it"
-        )
-    return folder
-
-
 def run_training(options: Options, listener: Listener) -> Trained:
     """Trains what `TrainOptions` ask for and writes the file.
 
@@ -97,27 +74,38 @@ def run_training(options: Options, listener: Listener) -> Trained:
     same call with ``resume``.
     """
     folder = work_folder(options)
+    prompts = _read_prompts(options.train.prompts, "--prompts")
+    excluded = _read_prompts(options.train.excluded, "--exclude")
     with open_target(options) as file:
+        check_architecture(file)
         draft_shape(options, file)  # what cannot be trained is said before anything is loaded
     prepare_memory()
     plain = {"model.kernels": "torch", "model.warmup": False}
     options = options.merge(plain, {"spec": SpecOptions()})
-    with Engine.load(options) as engine, open_target(options) as file:
-        return _Run(options, engine, file, folder, listener).run()
+
+    def read(done: int, total: int) -> None:
+        listener.progress("loading", done / total, "")
+
+    with Engine.load(options, read) as engine, open_target(options) as file:
+        return _Run(options, engine, file, folder, listener).run(prompts, excluded)
+
+
+def _read_prompts(path: Path | None, flag: str) -> tuple[str, ...]:
+    return tuple(load_prompts(path, flag)) if path is not None else ()
 
 
 def draft_shape(options: Options, file: GGUFFile, d2t: tuple[int, ...] = ()) -> DraftShape:
     """The draft that the options ask for, with the map ``d2t``."""
     train = options.train
-    shape = default_shape(
+    return default_shape(
         file,
         f"draft-{train.head}",
         n_layer=train.n_layer,
         block_size=train.block_size or pick_block_size(train.minutes),
         mask_token=train.mask_token,
+        target_layers=train.taps,
         d2t=d2t,
     )
-    return replace(shape, target_layers=train.taps) if train.taps else shape
 
 
 def pick_block_size(minutes: float) -> int:
@@ -136,22 +124,25 @@ class _Run:
         self.folder, self.listener = folder, listener
         self.head_folder = folder / f"draft-{self.train.head}"
 
-    def run(self) -> Trained:
+    def run(self, prompts: tuple[str, ...], excluded: tuple[str, ...]) -> Trained:
         """All stages in order."""
-        shape = draft_shape(self.options, self.file)
-        self._make_data(shape)
+        shape, start = draft_shape(self.options, self.file), self.head_folder / START
+        if start.exists():  # other sizes must not throw away features
+            check_start(start, shape)
+        self._make_data(shape, prompts, excluded)
         dataset = Dataset.open(self.folder)
-        shape = self._choose_vocabulary(dataset)
-        self.head_folder.mkdir(exist_ok=True)
-        start = self._start_file(shape)
-        shape = _shape_of(start, shape)
+        shape = self._choose_vocabulary(dataset, start)
         held_out = _Part(dataset, dataset.held_out)
         conversations = _Part(dataset, dataset.train)
         if not len(conversations) or not len(held_out):
             raise SpecdecError(
                 f"{self.folder}: {len(conversations)} conversations to train on and "
-                f"{len(held_out)} to measure with, expected some of both; give more --minutes"
+                f"{len(held_out)} to measure with, expected some of both; give more "
+                f"{'--tokens' if self.train.n_tokens else '--minutes'}"
             )
+        if not start.exists():
+            self.head_folder.mkdir(exist_ok=True)
+            write_fresh_draft(start, self.file, shape, self.train.seed)
         self._check_alignment(start, dataset)
         student = self._student(start)
         trainer = self._trainer(student, conversations, held_out)
@@ -159,13 +150,19 @@ class _Run:
         self._calibrate(student, held_out)
         return self._write(shape, student, trainer, held_out)
 
+    def _telling(self, stage: str) -> Callable[[float], None]:
+        """Tells the listener how far ``stage`` is, which also lets Ctrl-C in."""
+        return lambda fraction: self.listener.progress(stage, fraction, "")
+
     # Data
 
-    def _make_data(self, shape: DraftShape) -> None:
+    def _make_data(
+        self, shape: DraftShape, prompts: tuple[str, ...], excluded: tuple[str, ...]
+    ) -> None:
         train = self.train
         data = DataOptions(
-            prompts=tuple(load_prompts(train.prompts)) if train.prompts else (),
-            excluded=tuple(load_prompts(train.excluded)) if train.excluded else (),
+            prompts=prompts,
+            excluded=excluded,
             unwanted=frozenset({shape.mask_token}),
             minutes=None if train.n_tokens else DATA_SHARE * train.minutes,
             n_tokens=train.n_tokens or None,
@@ -194,10 +191,16 @@ class _Run:
 
         compute_features(self.target, self.folder, shape.target_layers, progress=read)
 
-    def _choose_vocabulary(self, dataset: Dataset) -> DraftShape:
+    def _choose_vocabulary(self, dataset: Dataset, start: Path) -> DraftShape:
+        """The shape with the vocabulary that the data suggest, or that of ``start`` if it is there.
+
+        Data may have grown since ``start`` was written, so the two can differ in their tokens.
+        """
         required = required_tokens(self.engine.tokenizer)
         counts = dataset.counts()
         d2t = pick_vocabulary(counts, dataset.mass(), self.train.n_rows, required)
+        if start.exists():
+            d2t = read_start_vocabulary(start, len(d2t))
         covered = coverage(dataset.counts(dataset.held_out), d2t)
         self.listener.say(
             f"vocabulary: {len(d2t) or len(counts)} tokens, {100 * covered:.1f} % of held-out text"
@@ -205,13 +208,6 @@ class _Run:
         return draft_shape(self.options, self.file, d2t)
 
     # The draft
-
-    def _start_file(self, shape: DraftShape) -> Path:
-        """The file that this head's training began from; written at the first time."""
-        path = self.head_folder / START
-        if not path.exists():
-            write_fresh_draft(path, self.file, shape, self.train.seed)
-        return path
 
     def _student(self, start: Path, *, warm: bool = True) -> Student:
         with GGUFFile.open(start) as file:
@@ -229,14 +225,16 @@ class _Run:
         finished = self.folder / "draft-dflash" / RESULT
         if self.train.head == "dflash" or not finished.exists() or not path.exists():
             return {}
-        trunk: dict[str, Tensor] = torch.load(path, weights_only=True)["modules"][0]
+        trunk: dict[str, Tensor] = read_checkpoint(path)["modules"][0]
         return trunk
 
     def _check_alignment(self, start: Path, dataset: Dataset) -> None:
-        greedy = [i for i, record in enumerate(dataset.records()) if record.greedy]
+        records = dataset.records()
+        greedy = [i for i, record in enumerate(records) if record.greedy] or [*range(len(records))]
         conversation = max((dataset[i] for i in greedy[:8]), key=lambda one: one.supervised.sum())
         student = self._student(start, warm=False)
-        found = require_alignment(student, conversation, self.train.learning_rate)
+        rate, tell = self.train.learning_rate, self._telling("check")
+        found = require_alignment(student, conversation, rate, tell)
         self.listener.say(
             f"check: a reply learned by heart is drafted alike in training and at run time "
             f"({found.at_run_time:.2f} tokens a draft)"
@@ -273,7 +271,7 @@ class _Run:
         )
 
     def _calibrate(self, student: Student, held_out: _Part) -> None:
-        found = calibrate(student, held_out)
+        found = calibrate(student, held_out, self._telling("confidence"))
         if found is not None:
             self.listener.say(
                 f"confidence: calibration error {found.before:.3f}, {found.after:.3f} after"
@@ -295,7 +293,7 @@ class _Run:
             written = load(file, self.target)
         trainer.student = Student(written, self.target)
         trainer.held_out = [held_out[i] for i in range(len(held_out))]
-        found = trainer.measure()
+        found = trainer.measure(tell=self._telling("measuring"))
         result = Trained(path, path.stat().st_size, found.acceptance_length)
         self.listener.say(
             f"{path}: {result.n_bytes / 1e6:.1f} MB, matrices {outtype}, held-out acceptance "
@@ -310,7 +308,7 @@ class _Run:
             "acceptance_length": found.acceptance_length,
             "rates": found.rates,
         }
-        (self.head_folder / RESULT).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        write_whole(self.head_folder / RESULT, json.dumps(summary, indent=2))
         return result
 
 
@@ -319,9 +317,8 @@ class _Part(Sequence[Conversation]):
 
     def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
         self._dataset = dataset
-        counts = {index: dataset.n_supervised([index]) for index in indices}
-        self._indices = [index for index in indices if counts[index] > 1]
-        self.n_supervised = [counts[index] for index in self._indices]
+        self._indices = [i for i in indices if len(eligible_anchors(dataset.supervised(i)))]
+        self.n_supervised = [dataset.n_supervised([index]) for index in self._indices]
         """Supervised tokens of each."""
 
     def __len__(self) -> int:
@@ -331,22 +328,35 @@ class _Part(Sequence[Conversation]):
         return self._dataset[self._indices[index]]
 
 
-def _shape_of(path: Path, wanted: DraftShape) -> DraftShape:
-    """``wanted`` with the vocabulary of the file that a training began from.
+def check_start(path: Path, wanted: DraftShape) -> None:
+    """Raises `UsageError` if the file that a training began from has other sizes than ``wanted``.
 
-    Raises `UsageError` if the file has other sizes than are asked for now.
+    The vocabulary is left to `read_start_vocabulary`.
     """
     with GGUFFile.open(path) as file:
         for key, value in draft_metadata(wanted).items():
             found = np.array(file.metadata.get(key))
-            if (
-                not np.allclose(found, value)
-                if isinstance(value, float)
-                else found.tolist() != value
-            ):
-                raise UsageError(
-                    f"{path}: the training in this folder has {key} = {found}, asked for is "
-                    f"{value}; use the same flags, or another folder"
-                )
+            is_same = (
+                np.allclose(found, value) if isinstance(value, float) else found.tolist() == value
+            )
+            if not is_same:
+                raise _differs(path, key, found, value)
+
+
+def read_start_vocabulary(path: Path, n_rows: int) -> tuple[int, ...]:
+    """The map in the file that a training began from, () = none.
+
+    Raises `UsageError` if it has other than ``n_rows`` rows.
+    """
+    with GGUFFile.open(path) as file:
         d2t = tuple(file.load("d2t").tolist()) if "d2t" in file.tensors else ()
-    return replace(wanted, d2t=d2t)
+    if len(d2t) != n_rows:
+        raise _differs(path, "--draft-vocab", len(d2t), n_rows)
+    return d2t
+
+
+def _differs(path: Path, name: str, found: object, wanted: object) -> UsageError:
+    return UsageError(
+        f"{path}: the training in this folder has {name} = {found}, asked for is {wanted}; use "
+        "the same flags, or another folder"
+    )

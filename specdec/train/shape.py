@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.drafters.dflash.lilicorr_config import LiliCorrSizes
-from specdec.errors import UnsupportedError
+from specdec.errors import UnsupportedError, UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models.base import count_mtp_layers, read_per_layer
 
@@ -74,17 +74,28 @@ def default_shape(
     block_size: int = 8,
     n_taps: int = N_TAPS,
     mask_token: int | None = None,
+    target_layers: tuple[int, ...] = (),
     d2t: tuple[int, ...] = (),
 ) -> DraftShape:
     """A draft for the target in ``file``, with the width and heads of the target's own layers.
 
-    Raises `UnsupportedError` for a target whose width the head cannot use.
+    ``target_layers`` takes the place of ``n_taps`` evenly spread ones. Raises `UnsupportedError`
+    for a target whose width the head cannot use, `UsageError` for a mask or layers that the target
+    does not have.
     """
     n_embd = file.get_int(file.key("embedding_length"))
     n_head = read_per_layer(file, "attention.head_count", 0)
     n_target_layers = file.get_int(file.key("block_count")) - count_mtp_layers(file)
+    n_vocab = file.tensors["token_embd.weight"].shape[0]
     if mask_token is None:
         mask_token = pick_mask_token(file)
+    if not 0 <= mask_token < n_vocab:
+        raise UsageError(f"--mask-token: expected 0 to {n_vocab - 1}, got {mask_token}")
+    if not all(0 <= layer <= n_target_layers for layer in target_layers):
+        raise UsageError(
+            f"--target-layers: expected layers from 0 to {n_target_layers}, "
+            f"got {list(target_layers)}"
+        )
     return DraftShape(
         head=head,
         n_embd=n_embd,
@@ -96,14 +107,14 @@ def default_shape(
         rms_eps=file.get_float(file.key("attention.layer_norm_rms_epsilon")),
         freq_base=file.get_float(file.key("rope.freq_base"), default=10000.0),
         n_ctx_train=file.get_int(file.key("context_length")),
-        n_vocab=file.tensors["token_embd.weight"].shape[0],
+        n_vocab=n_vocab,
         block_size=block_size,
         mask_token=mask_token,
-        target_layers=pick_taps(n_target_layers, n_taps),
+        target_layers=target_layers or pick_taps(n_target_layers, n_taps),
         d2t=d2t,
         n_candidates=_pick_candidates(file, head, n_embd),
         group_size=next(size for size in (GROUP_SIZE, 8, 4, 2, 1) if n_embd % size == 0),
-        lilicorr=_lilicorr_sizes(n_embd) if head == "draft-lilicorr" else None,
+        lilicorr=_lilicorr_sizes(n_embd, n_layer) if head == "draft-lilicorr" else None,
     )
 
 
@@ -154,7 +165,7 @@ def _pick_candidates(file: GGUFFile, head: str, n_embd: int) -> int:
     return most
 
 
-def _lilicorr_sizes(n_embd: int) -> LiliCorrSizes:
+def _lilicorr_sizes(n_embd: int, n_layer: int) -> LiliCorrSizes:
     width = min(LILICORR_WIDTH, n_embd // 4 * 4)
     n_candidates = 8
     while n_candidates * (n_candidates + 1) > n_embd:
@@ -163,7 +174,7 @@ def _lilicorr_sizes(n_embd: int) -> LiliCorrSizes:
         width=width,
         n_candidates=n_candidates,
         n_head=4,
-        n_layer=2,
+        n_layer=min(2, n_layer),  # llama.cpp numbers these layers within the draft's
         n_ff=2 * width,
         n_factor=width,
         vector_eps=1e-4,

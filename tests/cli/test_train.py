@@ -91,7 +91,10 @@ def test_other_sizes_do_not_continue_a_training(folder: Path, capsys: Capture) -
         (["train", "-m", "t.gguf"], "--output is required"),
         (["train", "-m", "nowhere.gguf", "-o", "x.gguf"], "nowhere.gguf"),
         (["train", "-m", "t.gguf", "-o", "no/x.gguf"], "the folder of no/x.gguf does not exist"),
-        (["train", "-m", "t.gguf", "-o", "x.gguf", "--resume", "none"], "none is not a folder"),
+        (
+            ["train", "-m", "t.gguf", "-o", "x.gguf", "--resume", "none"],
+            "none is not a folder of an earlier run",
+        ),
         (["train", "-m", "t.gguf", "-o", "x.gguf", "--minutes", "0"], "--minutes"),
         (["train", "-m", "t.gguf", "-o", "x.gguf", "--head", "eagle3"], "dflash"),
         (["eval", "-m", "t.gguf"], "--prompts is required"),

@@ -14,7 +14,7 @@ from specdec.drafters.dflash import head_of
 from specdec.drafters.dflash.head import DraftBlock
 from specdec.drafters.dflash.model import load
 from specdec.drafters.dflash.validate import check_draft
-from specdec.errors import UsageError
+from specdec.errors import SpecdecError
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.options import DraftOptions, SamplingOptions
@@ -60,7 +60,7 @@ def test_a_quantised_draft_is_close(tmp_path: Path, target: GGUFFile, ggml_type:
 
 
 def test_an_impossible_path_is_one_line(tmp_path: Path, target: GGUFFile) -> None:
-    with pytest.raises(UsageError, match="cannot write"):
+    with pytest.raises(SpecdecError, match="cannot be written: No such file"):
         write_fresh_draft(tmp_path / "no" / "draft.gguf", target, small(target, "draft-dflash"))
 
 

@@ -1,38 +1,30 @@
 """Each head's loss on a toy language whose right continuation is known, and the terms by hand.
 
-In the toy language every token has one successor, and the states of the target say nothing. A draft
-that learns it drafts whole blocks from any token.
+The toy language is that of `tiny_training.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from tiny_training import say, student_of
 from torch import Tensor
 
 from specdec.drafters.dflash.dflash2 import DFlash2Head
 from specdec.drafters.dflash.dspark import DSparkHead
 from specdec.drafters.dflash.lilicorr import LiliCorrHead
-from specdec.drafters.dflash.model import load
 from specdec.errors import UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
-from specdec.train.blocks import Student, eligible_anchors, make_labels
+from specdec.train.blocks import eligible_anchors, make_labels
 from specdec.train.dataset import Conversation
-from specdec.train.draft_file import write_fresh_draft
 from specdec.train.losses import LOSSES, distil, loss_of, slot_weights
 from specdec.train.optimise import Schedule, Trainer
-from specdec.train.shape import default_shape
-
-WORDS = torch.arange(40, 52)
-SUCCESSOR = torch.roll(WORDS, -5)
-"""40 is followed by 45, 45 by 50, ... through all words."""
 
 
 @pytest.fixture(scope="module")
@@ -43,38 +35,6 @@ def target_file(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
 @pytest.fixture(scope="module")
 def target(target_file: GGUFFile) -> Target:
     return load_target(target_file, kernels="torch")
-
-
-def say(target: Target, first: int, length: int) -> Conversation:
-    """A text of the toy language, all of it supervised but the first two tokens."""
-    tokens = [int(WORDS[first])]
-    for _ in range(length - 1):
-        tokens.append(int(SUCCESSOR[tokens[-1] - WORDS[0]]))
-    text = torch.tensor(tokens)
-    following = SUCCESSOR[text - WORDS[0]]
-    # A last state that is a row of the output matrix makes its token by far the likeliest.
-    final = target.output.weight[following].detach()
-    final = final / final.norm(dim=-1, keepdim=True) * 30
-    generator = torch.Generator().manual_seed(first)
-    return Conversation(
-        tokens=text,
-        supervised=torch.arange(length) >= 2,
-        taps=torch.randn(length, 2, target.config.n_embd, generator=generator),
-        final=final,
-        log_z=target.softcap(target.lm_head(final)).logsumexp(-1),
-    )
-
-
-def student_of(tmp_path: Path, file: GGUFFile, target: Target, head: str) -> Student:
-    shape = default_shape(
-        file, head, mask_token=0, block_size=4, n_layer=2, d2t=tuple(range(30, 62))
-    )
-    shape = dataclasses.replace(
-        shape, target_layers=(0, 2), n_candidates=min(shape.n_candidates, 4)
-    )
-    path = tmp_path / "draft.gguf"
-    write_fresh_draft(path, file, shape, seed=1)
-    return Student(load(GGUFFile.open(path), target, trainable=True), target)
 
 
 @pytest.mark.parametrize("head", list(LOSSES))
