@@ -108,6 +108,13 @@ def loaded(code: str) -> set[str]:
         ("import specdec_cli.main as m; m.run(['generate', '--help'])", {"torch", "gguf"}),
         ("import specdec_cli.main as m; m.run(['generate', '--bogus'])", {"torch", "gguf"}),
         ("import specdec_cli.main as m; m.run(['generate', '-m', 'x', '-n', 'y'])", {"torch"}),
+        ("import specdec_cli.main as m; m.run(['train', '--help'])", {"torch", "gguf"}),
+        ("import specdec_cli.main as m; m.run(['train', '-m', 'x'])", {"torch", "gguf"}),
+        (
+            "import specdec_cli.main as m; m.run(['train', '-m', 'x', '-o', 'no/x.gguf'])",
+            {"torch", "gguf"},
+        ),
+        ("import specdec_cli.main as m; m.run(['eval', '-m', 'x'])", {"torch", "gguf"}),
         ("import specdec.engine", {"typer", "rich"}),
     ],
 )

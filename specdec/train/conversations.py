@@ -53,6 +53,8 @@ MIN_KEPT = 16
 """Tokens of an answer that is broken off which are worth keeping."""
 MIN_CONTEXT = 32
 """Tokens that a target must have room for beside its chat template."""
+MAX_EMPTY = 1000
+"""Answers in a row of which nothing is left that show that none will come."""
 USUAL_TEMPLATE = 128
 """Tokens of a chat template that do not lengthen the lanes."""
 LANE_BYTES = 2**31
@@ -310,6 +312,7 @@ class _Writer:
         self._serial = 1 + max((record.serial for record in file.records), default=-1)
         self._n_loops = sum(record.loop for record in file.records)
         self._n_tokens = sum(record.n_supervised for record in file.records)
+        self._n_empty = 0
         self._before = file.records[-1].seconds if file.records else 0.0
         self._tokens_before = self._n_tokens
         self._began = time.perf_counter()
@@ -539,7 +542,14 @@ class _Writer:
             supervised=sample.supervised,
         )
         if record.n_supervised < 2:
+            self._n_empty += 1
+            if self._n_empty >= MAX_EMPTY:
+                raise SpecdecError(
+                    f"training: {MAX_EMPTY} answers in a row are empty or one repeated piece; try "
+                    "another --chat-template, or this target is not worth a draft"
+                )
             return
+        self._n_empty = 0
         self._file.append(record)
         self._n_loops += record.loop
         self._n_tokens += record.n_supervised

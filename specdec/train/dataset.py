@@ -233,6 +233,8 @@ class _Store:
             self._offsets = saved["offsets"].tolist()
             self._held_out = saved["held_out"].tolist()
             self._mass = saved["mass"]
+        for column in columns:
+            self._check_size(column)
         self._files = {column.name: self._open(column) for column in columns}
         self._committed = time.perf_counter()
 
@@ -259,13 +261,16 @@ class _Store:
         except OSError as error:
             raise SpecdecError(f"{folder}: {error.strerror}") from None
 
+    def _check_size(self, column: _Column) -> None:
+        path = self.folder / f"{column.name}.bin"
+        size = path.stat().st_size if path.exists() else 0
+        if size < self._offsets[-1] * column.row_bytes:
+            raise SpecdecError(f"{path}: is cut short; remove {self.folder}")
+
     def _open(self, column: _Column) -> Any:
         """The file, without rows that were not committed."""
         file = (self.folder / f"{column.name}.bin").open("ab")
-        size = self._offsets[-1] * column.row_bytes
-        if file.tell() < size:
-            raise SpecdecError(f"{file.name}: is cut short; remove {self.folder}")
-        file.truncate(size)
+        file.truncate(self._offsets[-1] * column.row_bytes)
         return file
 
     @property
@@ -354,8 +359,8 @@ def _is_same(folder: Path, meta: dict[str, Any], records: Sequence[Record]) -> b
 
 def _read_progress(folder: Path) -> dict[str, Array]:
     """What counts in a feature folder. Raises one of `DAMAGES`."""
-    with np.load(folder / PROGRESS) as file:
-        return {name: file[name] for name in ("offsets", "held_out", "mass")}
+    with (folder / PROGRESS).open("rb") as file, np.load(file) as saved:
+        return {name: saved[name] for name in ("offsets", "held_out", "mass")}
 
 
 class Dataset:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import pkgutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -82,6 +86,84 @@ def test_other_sizes_do_not_continue_a_training(folder: Path, capsys: Capture) -
     code = run(words(folder, "x.gguf", "--head", "dflash", "--resume", work, "--block-size", "6"))
     assert code == 2
     assert "block_size = 4, asked for is 6" in capsys.readouterr().err
+
+
+STAGES = [
+    "specdec.train.lanes.Lanes.step",
+    "specdec.train.dataset._Store.append",
+    "specdec.train.run.require_alignment",
+    "specdec.train.optimise.Trainer.step",
+    "specdec.train.run.write_draft",
+]
+"""A call in each stage, in order."""
+
+
+def test_an_interrupt_in_every_stage_can_be_continued(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.train.alignment.N_STEPS", 20)
+    monkeypatch.setattr("specdec.train.alignment.ENOUGH", 0.0)
+    work = folder / "stopped.train"
+    command = words(folder, "stopped.gguf", "--head", "dflash", "--tokens", "300")
+    for stage in STAGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, interrupted(stage))
+            again = ["--resume", str(work)] if work.exists() else []
+            assert run([*command, *again]) == 130
+        assert f"interrupted; continue with the same command and --resume {work}" in (
+            capsys.readouterr().err
+        )
+    assert run([*command, "--resume", str(work)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{folder / 'stopped.gguf'}\n"
+    assert "resumed: step" in err
+    assert "\x1b" not in err
+    assert not list(work.rglob("*.new"))
+
+
+def interrupted(name: str) -> Callable[..., Any]:
+    """The function ``name`` with a Ctrl-C when it is called."""
+    called = pkgutil.resolve_name(name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return called(*args, **more)
+
+    return call
+
+
+def test_other_flags_do_not_touch_what_a_folder_holds(folder: Path, capsys: Capture) -> None:
+    work = folder / "plain.train"
+    before = (work / "features" / "taps.bin").stat()
+    more = ["--head", "dflash", "--resume", str(work)]
+    assert run(words(folder, "x.gguf", *more, "--target-layers", "0,1")) == 2
+    assert "target_layers = [2], asked for is [0, 1]" in capsys.readouterr().err
+    assert run(words(folder, "x.gguf", *more, "--draft-vocab", "64")) == 2
+    assert "--draft-vocab = 0, asked for is 64" in capsys.readouterr().err
+    after = (work / "features" / "taps.bin").stat()
+    assert (before.st_ino, before.st_size) == (after.st_ino, after.st_size)
+    other = tiny.write_target(folder / "other.gguf", seed=5)
+    command = words(folder, "x.gguf", *more)
+    command[command.index("-m") + 1] = str(other)
+    assert run(command) == 2
+    assert "holds the data of another target" in capsys.readouterr().err
+    assert not (folder / "x.gguf").exists()
+
+
+def test_outputs_that_cannot_be_written_are_found_first(folder: Path, capsys: Capture) -> None:
+    target = folder / "target.gguf"
+    before = target.read_bytes()
+    assert run(words(folder, "target.gguf")) == 2
+    assert "is the target itself" in capsys.readouterr().err
+    assert target.read_bytes() == before
+    (folder / "sub").mkdir()
+    assert run(words(folder, "sub")) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert run(words(folder, "x.gguf", "--resume", str(folder / "sub"))) == 2
+    assert "is not a folder of an earlier run" in capsys.readouterr().err
+    assert run(words(folder, "x.gguf", "--exclude", str(folder / "none.txt"))) == 2
+    assert "--exclude: cannot read" in capsys.readouterr().err
+    assert not (folder / "x.train").exists()
 
 
 @pytest.mark.parametrize(

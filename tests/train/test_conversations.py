@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from specdec.engine import Engine
-from specdec.errors import SpecdecError, UsageError
+from specdec.errors import SpecdecError, UnsupportedError, UsageError
 from specdec.options import Options
 from specdec.train.conversations import (
     FILE,
@@ -134,3 +134,63 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
 )
 def test_repeats(tokens: list[int], expected: int) -> None:
     assert repeated(tokens) == expected
+
+
+def test_a_follow_up_that_is_broken_off_is_no_answer(engine: Engine, tmp_path: Path) -> None:
+    """All supervised ranges are answers: they begin where the template says."""
+    start = engine.encode([{"role": "user", "content": "x"}], {})[-6:]
+    options = replace(OPTIONS, prompts=(), n_tokens=10**6, n_lanes=16, seed=3)
+    for n_steps in (25, 40, 55, 70):
+        steps = iter(range(n_steps))
+        folder = tmp_path / str(n_steps)
+        generate_data(engine, folder, options, should_stop=lambda it=steps: next(it, None) is None)
+        for one in read_records(folder / FILE):
+            for first, _ in one.supervised:
+                assert one.tokens[first - len(start) : first] == start
+
+
+def test_a_full_disk_is_one_line_and_the_file_goes_on(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, room = RecordFile.append, iter(range(2))
+
+    def full(self: RecordFile, one: Record) -> None:
+        if next(room, None) is None:
+            self._file.write(b'{"serial": 77')
+            raise SpecdecError(f"{self.path}: No space left on device")
+        append(self, one)
+
+    monkeypatch.setattr(RecordFile, "append", full)
+    with pytest.raises(SpecdecError, match="No space left"):
+        generate_data(engine, tmp_path, OPTIONS)
+    monkeypatch.undo()
+    assert len(list(read_records(tmp_path / FILE))) == 2
+    done = generate_data(engine, tmp_path, OPTIONS)
+    assert done.n_conversations == len(list(read_records(tmp_path / FILE))) > 2
+
+
+def test_a_target_without_a_template_or_bos_writes_from_nothing(tmp_path: Path) -> None:
+    path = tiny.write_target(tmp_path / "target.gguf")
+    bare = Engine.load(Options().merge({"model.path": path, "model.kernels": "torch"}))
+    options = replace(OPTIONS, prompts=(), n_tokens=100, n_lanes=16)
+    assert generate_data(bare, tmp_path / "work", options).n_tokens >= 100
+
+
+@pytest.mark.parametrize(("n_ctx", "fits"), [(100, True), (60, False)])
+def test_texts_fit_a_short_context(tmp_path: Path, n_ctx: int, fits: bool) -> None:
+    path = tiny.write_target(tmp_path / "target.gguf", n_ctx=n_ctx)
+    options = {"model.path": path, "model.kernels": "torch", "chat.template": "chatml"}
+    engine = Engine.load(Options().merge(options))
+    data = DataOptions(n_tokens=30, n_lanes=2)
+    if not fits:
+        with pytest.raises(UnsupportedError, match="the chat template takes"):
+            generate_data(engine, tmp_path / "work", data)
+        return
+    generate_data(engine, tmp_path / "work", data)
+    assert all(len(r.tokens) <= n_ctx for r in read_records(tmp_path / "work" / FILE))
+
+
+def test_a_damaged_folder_is_one_line(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "target.json").write_text("")
+    with pytest.raises(SpecdecError, match=r"target\.json: is damaged; remove it"):
+        check_folder(engine.target, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -150,3 +151,48 @@ def test_clear_errors(target: Target, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "target.json").write_text(json.dumps({"fingerprint": "x"}))
     with pytest.raises(UsageError, match="another target"):
         compute_features(target, tmp_path, TAPS)
+
+
+@pytest.mark.parametrize("name", ["progress.npz", "meta.json", "tokens.bin"])
+def test_damaged_features_are_computed_again(target: Target, tmp_path: Path, name: str) -> None:
+    write(tmp_path, 0, 3)
+    compute_features(target, tmp_path, TAPS)
+    before = content(tmp_path)
+    path = tmp_path / "features" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    compute_features(target, tmp_path, TAPS)
+    assert content(tmp_path) == before
+
+
+def test_states_that_are_cut_short_are_said(target: Target, tmp_path: Path) -> None:
+    write(tmp_path, 0, 3)
+    compute_features(target, tmp_path, TAPS)
+    path = tmp_path / "features" / "taps.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(SpecdecError, match="is cut short; remove"):
+        compute_features(target, tmp_path, TAPS)
+    with pytest.raises(UsageError, match="holds no features"):
+        Dataset.open(tmp_path)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_a_full_disk_keeps_what_was_committed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0, 4)
+    asked = iter([False, False, True])
+    compute_features(target, tmp_path, TAPS, should_stop=lambda: next(asked))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(specdec.train.dataset._Store, "_write", lambda self, _: self.commit())
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(SpecdecError, match="features: No space left on device"):
+        compute_features(target, tmp_path, TAPS)
+    monkeypatch.undo()
+    assert len(Dataset.open(tmp_path)) == 2
+    monkeypatch.setattr(specdec.train.dataset, "BATCH_ROWS", 1)
+    done: list[int] = []
+    compute_features(target, tmp_path, TAPS, progress=lambda p: done.append(p.n_done))
+    assert done == [3, 4]
