@@ -252,7 +252,8 @@ class _Store:
         columns = _columns(len(taps), target.config.n_embd)
         try:
             if folder.exists() and not _is_same(folder, meta, records):
-                log.warning("%s: not of these conversations and layers; computed again", folder)
+                if (folder / PROGRESS).exists():
+                    log.warning("%s: not of these conversations and layers; made again", folder)
                 shutil.rmtree(folder)
             if not folder.exists():
                 folder.mkdir(parents=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pkgutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tiny
 
 from specdec.drafters.dflash import head_of
 from specdec.gguf_file import GGUFFile
+from specdec.train.conversations import DataOptions
 from specdec_cli.main import run
 
 Capture = pytest.CaptureFixture[str]
@@ -32,8 +34,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_texts() -> Iterator[None]:
+    """Few lanes and short answers, so that a training takes seconds."""
+    sizes = {"n_lanes": 16, "answer_limit": 32, "prompt_limit": 16, "text_limit": 16}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.train.run.DataOptions", functools.partial(DataOptions, **sizes))
+        patch.setattr("specdec.train.alignment.N_STEPS", 40)
+        yield
+
+
 def words(folder: Path, output: str, *more: str) -> list[str]:
-    sizes = "--tokens 1500 --block-size 4 --layers 1 --draft-vocab 0 --mask-token 0"
+    sizes = "--tokens 1000 --block-size 4 --layers 1 --draft-vocab 0 --mask-token 0"
     return [
         *["train", "-m", str(folder / "target.gguf"), "-o", str(folder / output)],
         *["--prompts", str(folder / "prompts.txt"), "--chat-template", "chatml"],
@@ -62,11 +74,11 @@ def test_two_heads_from_one_data_set_and_an_evaluation(folder: Path, capsys: Cap
 
 
 def _evaluate(folder: Path, capsys: Capture) -> None:
-    common = ["eval", "-m", str(folder / "target.gguf"), "-n", "12", "-c", "200"]
-    common += ["--prompts", str(folder / "measure.jsonl"), "--temps", "0,1"]
+    common = ["eval", "-m", str(folder / "target.gguf"), "-n", "8", "-c", "200"]
+    common += ["--prompts", str(folder / "measure.jsonl")]
     for draft in ("plain", "spark"):
         common += ["-md", str(folder / f"{draft}.gguf")]
-    assert run([*common, "--json"]) == 0
+    assert run([*common, "--temps", "0,1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = {one["name"] for one in found}
     assert {"none", "draft-dflash 3", "draft-dspark 3", "ngram-mod", "ngram-simple"} <= names
@@ -75,7 +87,7 @@ def _evaluate(folder: Path, capsys: Capture) -> None:
     plain = next(one for one in found if one["name"] == "none")
     assert plain["acceptance_length"] == 1.0
     assert set(plain["by_category"]) == {"o", "t", "f"}
-    assert run(common) == 0
+    assert run([*common, "--temps", "1"]) == 0
     out = capsys.readouterr().out
     assert "temperature 1" in out
     assert "untrained" in out
@@ -101,7 +113,6 @@ STAGES = [
 def test_an_interrupt_in_every_stage_can_be_continued(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.train.alignment.N_STEPS", 20)
     monkeypatch.setattr("specdec.train.alignment.ENOUGH", 0.0)
     work = folder / "stopped.train"
     command = words(folder, "stopped.gguf", "--head", "dflash", "--tokens", "300")
