@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 MODEL := downloads/SmolLM2-135M-Instruct.Q4_1.gguf
-DRAFT := models/SmolLM2-135M-Instruct-DSpark-b8.gguf
+DRAFT := models/SmolLM2-135M-Instruct-DSpark.gguf
 PROMPT ?= Write a Python class Point with methods add, sub, mul and div, each returning a new Point.
 PEER := downloads/llama.cpp-venv
 
