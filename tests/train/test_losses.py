@@ -47,7 +47,7 @@ def test_a_head_learns_the_toy_language(
     student = student_of(tmp_path, target_file, target, head)
     texts = [say(target, first, 24) for first in range(12)]
     schedule = Schedule(
-        minutes=0, blocks=N_STEPS * 3 * 16, learning_rate=1e-2, n_conversations=3, n_anchors=16
+        minutes=0, blocks=N_STEPS * 21, learning_rate=1e-2, n_conversations=1, n_anchors=21
     )
     trainer = Trainer(student, texts, [], schedule)
     for _, batch in zip(range(N_STEPS), trainer._batches(), strict=False):
