@@ -16,6 +16,7 @@ import torch
 from specdec.native.build import cache_folder, processor
 from specdec.options import SamplingOptions
 from specdec.sampling.chain import best_tokens
+from specdec.version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,7 +154,7 @@ def _fingerprint(target: Target, drafter: Drafter, files: Sequence[GGUFFile | No
     """A hash of everything that the costs depend on."""
     found = [_identity(file) for file in files if file is not None]
     settings = (drafter.name, drafter.n_max, str(target.device), torch.get_num_threads())
-    backends = type(target.layers[0]).__name__, torch.__version__, processor()
+    backends = type(target.layers[0]).__name__, torch.__version__, __version__, processor()
     return hashlib.sha256(repr((found, settings, backends)).encode()).hexdigest()[:20]
 
 
