@@ -24,7 +24,7 @@ $(MODEL): tests/real_model.py | .venv/installed
 
 demo: .venv/installed $(MODEL) ## answer a prompt with a real model, speculatively
 	$(BIN)/specdec generate -m $(MODEL) -p "$(PROMPT)" -n 160 --temp 0 \
-	  -md $(DRAFT) --spec-draft-n-max 7 --spec-type ngram-simple,draft-dspark \
+	  -md $(DRAFT) --spec-draft-n-max 5 --spec-type ngram-simple,draft-dspark \
 	  --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8
 
 test: .venv/installed $(MODEL) ## run the tests
