@@ -51,16 +51,6 @@ class DraftShape:
     lilicorr: LiliCorrSizes | None = None
 
     @property
-    def first_slot(self) -> int:
-        """The slot that drafts the first token: DSpark's is the last token's own."""
-        return 0 if self.head == "draft-dspark" else 1
-
-    @property
-    def n_drafts(self) -> int:
-        """Tokens that one block drafts."""
-        return self.block_size - self.first_slot
-
-    @property
     def n_rows(self) -> int:
         """VD, rows of the draft's vocabulary."""
         return len(self.d2t) or self.n_vocab

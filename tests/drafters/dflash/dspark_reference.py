@@ -7,6 +7,7 @@ in a file of its own, which says what is kept of a position and what a block of 
 
 from __future__ import annotations
 
+import abc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-class DSparkReference:
+class DSparkReference(abc.ABC):
     """A DSpark draft: encoder, kept rows of the context, output head, Markov chain, confidences."""
 
     def __init__(self, path: Path) -> None:
@@ -60,13 +61,13 @@ class DSparkReference:
 
     # What a backbone says about itself.
 
+    @abc.abstractmethod
     def keep(self, layer: int, g: Floats, position: int) -> Floats:
         """What ``layer`` keeps of a position whose fused features are ``g``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def slots(self, block: Floats, start: int) -> tuple[Floats, Floats]:
         """The block's embeddings [T, E] -> (input of the output head, of the confidence head)."""
-        raise NotImplementedError
 
     def embed(self, tokens: list[int], table: Floats) -> Floats:
         return np.stack([table[token] for token in tokens])
