@@ -37,9 +37,14 @@ sanitize: .venv/installed ## run the tests of the native kernels under AddressSa
 bench: .venv/installed $(MODEL) ## measure speed here and in llama.cpp, and rounds with each draft
 	$(BIN)/python benchmarks/run.py $(MODEL) models/*.gguf --formats
 
+# Virtual machines announce AMX and then refuse it; llama.cpp's other repacked kernels stay.
+ifeq ($(shell uname -m),x86_64)
+bench-peer: export CFLAGS := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
+bench-peer: export CXXFLAGS := $(CFLAGS)
+endif
 bench-peer: ## build llama.cpp for `make bench`, in an environment of its own (10 minutes)
 	$(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	$(PEER)/bin/python -m pip install --quiet --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
 check: .venv/installed lint types test ## everything that must be clean
 

@@ -35,7 +35,7 @@ COMMON_FLAGS = (
     "-shared",
     "-pthread",
 )
-VARIANTS = (("-march=native",), ())
+VARIANTS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 """Further flags, tried in this order: not every compiler has every one."""
 TIMEOUT = 300.0
 

@@ -11,14 +11,14 @@ namespace specdec {
 typedef uint8_t u8_quads __attribute__((vector_size(LANES * 4)));
 typedef uint16_t u16_pairs __attribute__((vector_size(LANES * 4)));
 
+typedef uint8_t u8_memory __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+
 struct u8x64 {
   u8_quads part[PARTS];
 };
 
 inline u8x64 load_bytes(const uint8_t* source) {
-  u8x64 result;
-  std::memcpy(&result, source, sizeof result);
-  return result;
+  SPECDEC_PARTS(u8x64, (u8_quads)((const u8_memory*)source)[p]);
 }
 
 // Bits moved within pairs of bytes: what crosses into the neighbour is for the mask to remove.

@@ -120,9 +120,7 @@ struct FloatProducts {
 struct ReadF32 {
   static constexpr int bytes = 4;
   static f32x16 read(const uint8_t* source) {
-    f32x16 result;
-    std::memcpy(&result, source, sizeof result);
-    return result;
+    return load(reinterpret_cast<const float*>(source));
   }
 };
 struct ReadF16 {

@@ -35,6 +35,10 @@ typedef int32_t i32_lanes __attribute__((vector_size(LANES * 4)));
 typedef uint8_t u8_lanes __attribute__((vector_size(LANES)));
 typedef uint16_t u16_lanes __attribute__((vector_size(LANES * 2)));
 
+// The same in memory, at any address. Compilers may copy with narrower registers than they compute
+// with; reading such a copy back in one piece waits for the stores, so loads name the whole register.
+typedef float f32_memory __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
 struct f32x16 {
   f32_lanes part[PARTS];
 };
@@ -53,23 +57,23 @@ struct i32x16 {
 inline f32x16 broadcast(float value) { SPECDEC_PARTS(f32x16, value - f32_lanes{}); }
 
 inline f32x16 load(const float* source) {
-  f32x16 result;
-  std::memcpy(&result, source, sizeof result);
-  return result;
+  SPECDEC_PARTS(f32x16, ((const f32_memory*)source)[p]);
 }
 
 inline void store(float* destination, const f32x16& value) {
-  std::memcpy(destination, &value, sizeof value);
+  for (int p = 0; p < PARTS; p++) ((f32_memory*)destination)[p] = value.part[p];
 }
 
 // The first `count` of sixteen values, the others 0.
 inline f32x16 load_partial(const float* source, int64_t count) {
+  if (count == 16) return load(source);
   f32x16 result = broadcast(0.0f);
   std::memcpy(&result, source, static_cast<size_t>(count) * sizeof(float));
   return result;
 }
 
 inline void store_partial(float* destination, const f32x16& value, int64_t count) {
+  if (count == 16) return store(destination, value);
   std::memcpy(destination, &value, static_cast<size_t>(count) * sizeof(float));
 }
 
@@ -201,12 +205,22 @@ inline f32x16 load_f16(const uint8_t* source) {
   return result;
 }
 
+#if defined(__AVX512F__)
+inline __m256 sum_of_halves(const f32x16& value) {
+  const __m512 all = (__m512)value.part[0];
+  const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1));
+  return _mm256_add_ps(_mm512_castps512_ps256(all), upper);
+}
+#elif defined(SPECDEC_AVX2)
+inline __m256 sum_of_halves(const f32x16& value) {
+  return _mm256_add_ps((__m256)value.part[0], (__m256)value.part[1]);
+}
+#endif
+
 // The sum of all sixteen, always by the same tree: lane i with i + 8, then + 4, + 2, + 1.
 inline float sum(const f32x16& value) {
 #if defined(__AVX512F__) || defined(SPECDEC_AVX2)
-  __m256 halves[2];
-  std::memcpy(halves, &value, sizeof halves);
-  const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
+  const __m256 eight = sum_of_halves(value);
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
@@ -224,9 +238,7 @@ inline void sum_four(const f32x16* values, float* out) {
 #if defined(__AVX512F__) || defined(SPECDEC_AVX2)
   __m128 rows[4];
   for (int i = 0; i < 4; i++) {
-    __m256 halves[2];
-    std::memcpy(halves, &values[i], sizeof halves);
-    const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
+    const __m256 eight = sum_of_halves(values[i]);
     rows[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   }
   _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
