@@ -17,6 +17,7 @@ from specdec.kv_cache import KVCache
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
 from specdec.native.library import Layer, LayerCall, Library, floats, matrix_struct
+from specdec.native.memory import WeightMemory
 from specdec.native.packing import PackedMatrix, pack
 from specdec.options import Activations
 
@@ -50,6 +51,7 @@ class Weights:
 
     def __init__(self, file: GGUFFile, transform: Transform | None) -> None:
         self._file, self._transform = file, transform
+        self._memory = WeightMemory()
 
     def matrix(self, name: str) -> PackedMatrix:
         """A matrix in its packed form."""
@@ -58,7 +60,7 @@ class Weights:
         raw = torch.from_numpy(self._file.raw(name).reshape(rows, -1).copy())
         if self._transform is not None:
             raw = self._transform(name, raw)
-        packed = pack(raw, info.ggml_type, cols)
+        packed = pack(raw, info.ggml_type, cols, self._memory)
         self._file.release(name)  # the packed form is the only copy
         return packed
 

@@ -9,6 +9,7 @@ their own are dequantised to float32.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from specdec import quant
 from specdec.ggml_types import block_layout
+from specdec.native.memory import WeightMemory
 
 GROUP = 16
 """Rows that are interleaved."""
@@ -68,16 +70,19 @@ Splitter = Callable[[Tensor], Parts]
 """Takes blocks [N, type size] uint8 apart."""
 
 
-def pack(raw: Tensor, ggml_type: str, cols: int) -> PackedMatrix:
+def pack(
+    raw: Tensor, ggml_type: str, cols: int, memory: WeightMemory | None = None
+) -> PackedMatrix:
     """The packed form of the rows ``raw`` [rows, bytes of a row] uint8 of a GGUF tensor.
 
     Every value stays what `quant.dequantize` would give, up to one rounding of scale times quant.
+    ``memory`` is where it is to lie; by default in some of its own.
     """
     rows = raw.shape[0]
     kind = Kind[ggml_type] if ggml_type in PACKED_TYPES else Kind.F32
     split = _SPLITTERS.get(ggml_type)
     step = max(1, _CHUNK_BYTES // (raw.shape[1] * GROUP)) * GROUP
-    groups = []
+    packed, place = torch.empty(0, 0), 0
     for start in range(0, max(rows, 1), step):
         part = raw[start : start + step]
         if ggml_type not in PACKED_TYPES:
@@ -86,10 +91,15 @@ def pack(raw: Tensor, ggml_type: str, cols: int) -> PackedMatrix:
         if missing := -part.shape[0] % GROUP:
             part = torch.nn.functional.pad(part, (0, 0, 0, missing))
         if split is None:
-            groups.append(_interleave(part, cols))
+            groups = _interleave(part, cols)
         else:
-            groups.append(_pack_blocks(part, block_layout(ggml_type).type_size, split))
-    return PackedMatrix(kind, rows, cols, torch.cat(groups) if len(groups) > 1 else groups[0])
+            groups = _pack_blocks(part, block_layout(ggml_type).type_size, split)
+        if not start:
+            shape = -(-rows // GROUP), groups.shape[1]
+            packed = (memory or WeightMemory()).take(math.prod(shape)).view(shape)
+        packed[place : place + len(groups)] = groups
+        place += len(groups)
+    return PackedMatrix(kind, rows, cols, packed)
 
 
 def _pack_blocks(raw: Tensor, type_size: int, split: Splitter) -> Tensor:

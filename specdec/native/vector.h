@@ -116,7 +116,7 @@ inline f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) {
 
 // Asks for memory that is read soon; `count` bytes.
 inline void prefetch(const uint8_t* source, int count) {
-  for (int i = 0; i < count; i += 64) __builtin_prefetch(source + i);
+  for (int i = 0; i < count; i += 64) __builtin_prefetch(source + i, 0, 2);
 }
 
 // Sixteen bytes as integers.
