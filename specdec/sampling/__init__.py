@@ -16,7 +16,7 @@ from specdec.options import SamplingOptions
 from specdec.sampler_names import SAMPLER_NAMES
 from specdec.sampling import filters
 from specdec.sampling.adaptive import Adaptive, AdaptiveP, Mirostat1, Mirostat2
-from specdec.sampling.candidates import Candidates, draw
+from specdec.sampling.candidates import Candidates
 from specdec.sampling.chain import (
     STREAMS,
     Filter,
@@ -35,7 +35,6 @@ __all__ = [
     "SamplerChain",
     "SamplerSetup",
     "build_chain",
-    "draw",
     "stream_seed",
 ]
 

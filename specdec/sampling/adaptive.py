@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
+import numpy as np
 
-from specdec.sampling.candidates import Candidates
+from specdec.sampling.candidates import Candidates, Floats
 
 
 class Adaptive(Protocol):
@@ -56,16 +56,16 @@ class Mirostat1(_Mirostat):
     n_vocab: int
 
     def apply(self, candidates: Candidates) -> Candidates:
-        k = self._k(candidates.head(100).logits)
-        return candidates.head(k)
+        best = candidates.head(100)
+        return candidates.head(self._k(best.logits[best.in_order()]))
 
-    def _k(self, best: torch.Tensor) -> int:
+    def _k(self, best: Floats) -> int:
         if len(best) < 2:
             return 1
-        ranks = torch.arange(1, len(best), dtype=torch.float64)
-        t = ((ranks + 1) / ranks).log()
-        b = (best[:-1] - best[1:]).double()  # ln(p_i / p_(i+1))
-        s = float((t * b).sum() / (t * t).sum())
+        ranks = np.arange(1.0, len(best))
+        t = np.log((ranks + 1) / ranks)
+        b = best[:-1] - best[1:]  # ln(p_i / p_(i+1))
+        s = float(t @ b / (t @ t))
         if s <= 0:
             return self.n_vocab
         e = s - 1
@@ -81,9 +81,9 @@ class Mirostat2(_Mirostat):
     """Mirostat 2.0: tokens with more than mu bits of surprise are removed, the best one never."""
 
     def apply(self, candidates: Candidates) -> Candidates:
-        surprise = -candidates.logits.log_softmax(0) / math.log(2)
-        mask = surprise <= self.mu
-        return candidates.keep(mask) if bool(mask.any()) else candidates.head(1)
+        logits, total = candidates.logits, float(candidates.weights().sum())
+        mask = logits >= float(logits.max()) + math.log(total) - self.mu * math.log(2)
+        return candidates.keep(mask) if mask.any() else candidates.head(1)
 
 
 _PEAK_LOGIT = 5.0
@@ -118,10 +118,10 @@ class AdaptiveP:
         return min(max(2 * self.target - self._sum / self._weight, 0.0), 1.0)
 
     def apply(self, candidates: Candidates) -> Candidates:
-        distance = (candidates.probabilities() - self.aim).abs() / _WIDTH
-        logits = _PEAK_LOGIT - _SHARPNESS * distance.square() / (1 + distance)
-        removed = candidates.logits == -torch.inf
-        return candidates.with_logits(logits.masked_fill(removed, -torch.inf))
+        distance = np.abs(candidates.probabilities() - self.aim) / _WIDTH
+        logits = (_PEAK_LOGIT - _SHARPNESS * distance**2 / (1 + distance)).astype(np.float32)
+        logits[candidates.logits == -np.inf] = -np.inf
+        return candidates.with_logits(logits)
 
     def update(self, before: Candidates, after: Candidates, token: int) -> None:
         self._sum = before.probability_of(token) + self.decay * self._sum

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,9 +106,9 @@ class SamplerChain:
         Does not draw and does not learn; but xtc tosses its coin, so ask once per position.
         """
         after = self._after_adaptive(self._filtered(logits))
-        probabilities = torch.zeros_like(logits, dtype=torch.float32)
-        values = after.probabilities().to(logits.device)
-        return probabilities.index_copy_(0, after.token_ids().to(logits.device), values)
+        probabilities = np.zeros(len(logits), np.float32)
+        probabilities[after.token_ids()] = after.probabilities()
+        return torch.from_numpy(probabilities).to(logits.device)
 
     def sample(self, logits: Tensor) -> int:
         """The next token for logits [V]; takes one number from the chain's generator."""
@@ -125,11 +126,12 @@ class SamplerChain:
         self._state.text.append(token)
 
     def _filtered(self, logits: Tensor) -> Candidates:
-        candidates = Candidates(logits.float())
+        candidates = Candidates(logits.float().cpu().numpy())
         if self._bias:
             candidates = add_bias(candidates, self._bias)
-        for apply in self._filters:
-            candidates = apply(candidates, self._state)
+        with np.errstate(over="ignore", divide="ignore"):  # the draw refuses what is not finite
+            for apply in self._filters:
+                candidates = apply(candidates, self._state)
         return candidates
 
     def _after_adaptive(self, candidates: Candidates) -> Candidates:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
-from specdec.sampling.candidates import Candidates
+from specdec.sampling.candidates import Candidates, Doubles, down_to, walk
+
+_COLDEST = 1e-30
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
@@ -24,9 +27,8 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
     Nucleus sampling: Holtzman et al. 2019, arXiv:1904.09751.
     """
-    head, sums = candidates.until(p)
-    n = int(torch.searchsorted(sums, p)) + 1  # first position with sums >= p
-    return head.head(n)
+    logits, weights = candidates.logits, candidates.weights()
+    return candidates.keep(down_to(logits, walk(logits, weights, p, "left")))
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
@@ -46,7 +48,7 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
     logits = candidates.logits
     if len(candidates) <= 1:
         return candidates
-    deviation = logits[logits > -torch.inf].std(correction=0)
+    deviation = float(logits[logits > -np.inf].std(dtype=np.float64))
     return candidates.keep(logits >= logits.max() - n * deviation)
 
 
@@ -55,14 +57,12 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
     Locally typical sampling: Meister et al. 2022, arXiv:2202.00666.
     """
-    ordered = candidates.sorted()
-    probabilities = ordered.probabilities()
-    log_probabilities = ordered.logits.log_softmax(0)
-    entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-    order = (log_probabilities + entropy).abs().sort(stable=True).indices
-    sums = probabilities[order].double().cumsum(0)
-    n = int(torch.searchsorted(sums, p, right=True)) + 1  # first position with sums > p
-    return ordered.take(order[:n].sort().values)
+    logits, weights = candidates.logits, candidates.weights()
+    total = float(weights.sum())
+    # The surprise of a token is shift - logit.
+    shift = float(logits.max()) + math.log(total)
+    nearness = -np.abs(shift - _entropy(weights / total) - logits)
+    return candidates.keep(down_to(nearness, walk(nearness, weights, p, "right")))
 
 
 def xtc(
@@ -76,19 +76,23 @@ def xtc(
         return candidates
     if float(torch.rand((), generator=generator)) > probability:
         return candidates
-    n_top = int((candidates.probabilities() >= threshold).sum())
-    if n_top < 2:
+    top = candidates.probabilities() >= threshold
+    choices = np.flatnonzero(top)
+    if len(choices) < 2:
         return candidates
-    ordered = candidates.sorted()
-    first = min(n_top, len(ordered)) - 1
-    return Candidates(ordered.logits[first:], ordered.token_ids()[first:], is_sorted=True)
+    values = candidates.logits[choices]
+    top[choices[np.flatnonzero(values == values.min())[-1]]] = False
+    return candidates.keep(~top)
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Logits divided by ``t``; 0 or less leaves the best token alone (the lowest id of equals)."""
-    if t <= 0:
+    """Logits divided by ``t``; 0 or less leaves the best token alone (the lowest id of equals).
+
+    So does what is so close to 0 that quotients might leave float32.
+    """
+    if t < _COLDEST:
         return candidates.head(1)
-    return candidates.with_logits(candidates.logits / t, is_sorted=candidates.is_sorted)
+    return candidates.with_logits(candidates.logits / t)
 
 
 def dynamic_temperature(
@@ -98,11 +102,15 @@ def dynamic_temperature(
 
     T = Tmin + (Tmax - Tmin) * (entropy / ln N)^exponent, Tmin = max(0, t - spread).
     """
-    n = int((candidates.logits > -torch.inf).sum())
+    n = np.count_nonzero(candidates.logits > -np.inf)
     if n <= 1:
         return candidates
-    probabilities = candidates.probabilities()
-    entropy = -float(torch.special.xlogy(probabilities, probabilities).sum())
     low = max(0.0, t - spread)
-    share = max(0.0, entropy) / math.log(n)
+    share = max(0.0, _entropy(candidates.probabilities())) / math.log(n)
     return temperature(candidates, low + (t + spread - low) * share**exponent)
+
+
+def _entropy(probabilities: Doubles) -> float:
+    """In nats."""
+    positive = probabilities[probabilities > 0]
+    return -float(positive @ np.log(positive))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from specdec.sampling.candidates import Candidates
 
 _WIDTH = 256
@@ -21,22 +23,23 @@ def infill(
     the text ends. Works on the 256 best candidates.
     Source: llama.cpp's `llama_sampler_infill_apply`.
     """
-    ordered = candidates.head(_WIDTH)
-    ids = ordered.token_ids().tolist()
-    weights = ordered.probabilities().tolist()
+    best = candidates.head(_WIDTH)
+    order = best.in_order()
+    ids = best.token_ids()[order].tolist()
+    weights = best.probabilities()[order].tolist()
     ends = [token in end_tokens for token in ids]
     end_mass = sum(weight for weight, end in zip(weights, ends, strict=True) if end)
     if 3 * end_mass * len(ids) > 1 - end_mass:
-        return _at(ordered, [i for i, end in enumerate(ends) if end])
+        return best.take(np.sort(order[ends]))
     merged = _merge_prefixes([token_bytes(token) for token in ids], weights)
     kept = [i for i, weight in enumerate(merged) if ends[i] or weight >= _MIN_PROBABILITY]
     n_text = sum(not ends[i] for i in kept)
     if n_text == 0 and end_tokens:  # also if the filters before have removed the end tokens
-        return _only(ordered, ids[kept[0]] if kept else min(end_tokens))
+        return _only(ids[kept[0]] if kept else min(end_tokens))
     if n_text == 0:
-        return ordered.head(1)
+        return best.head(1)
     floor = sum(merged[i] for i in kept) / (n_text + 1)
-    return _at(ordered, [i for i in kept if ends[i] or merged[i] >= floor])
+    return best.take(np.sort(order[[i for i in kept if ends[i] or merged[i] >= floor]]))
 
 
 def _merge_prefixes(texts: list[bytes], weights: list[float]) -> list[float]:
@@ -56,13 +59,5 @@ def _merge_prefixes(texts: list[bytes], weights: list[float]) -> list[float]:
     return merged
 
 
-def _only(ordered: Candidates, token: int) -> Candidates:
-    return Candidates(
-        ordered.logits.new_zeros(1), ordered.token_ids().new_tensor([token]), is_sorted=True
-    )
-
-
-def _at(ordered: Candidates, positions: list[int]) -> Candidates:
-    mask = ordered.logits.new_zeros(len(ordered)).bool()
-    mask[positions] = True
-    return ordered.keep(mask)
+def _only(token: int) -> Candidates:
+    return Candidates(np.zeros(1, np.float32), np.array([token]))

@@ -10,9 +10,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
+import numpy as np
 
-from specdec.sampling.candidates import Candidates
+from specdec.sampling.candidates import Candidates, Floats
 
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 """First token of a sequence breaker -> the tokens that may follow; () = breaks by itself."""
@@ -41,9 +41,10 @@ def penalties(
     repair for negative logits); then l -= count * frequency + presence.
     """
 
-    def penalise(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        scaled = torch.where(logits <= 0, logits * repeat, logits / repeat)
-        return scaled - (counts * frequency + presence)
+    def penalise(logits: Floats, counts: Floats) -> Floats:
+        scaled = np.where(logits <= 0, logits * repeat, logits / repeat)
+        lowered: Floats = scaled - (counts * frequency + presence)
+        return lowered
 
     return _change(candidates, Counter(window), penalise)
 
@@ -158,14 +159,14 @@ def _rests(piece: bytes, breaker: bytes) -> list[bytes]:
 def _change(
     candidates: Candidates,
     values: Mapping[int, float],
-    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    change: Callable[[Floats, Floats], Floats],
 ) -> Candidates:
     """Candidates with ``change(logits, values)`` for the tokens named in ``values``."""
     if not values:
         return candidates
-    logits = candidates.logits
-    tokens = torch.tensor(list(values), dtype=torch.int64, device=logits.device)
-    amounts = torch.tensor(list(values.values()), dtype=torch.float32, device=logits.device)
+    tokens = np.fromiter(values, np.int64, len(values))
+    amounts = np.fromiter(values.values(), np.float32, len(values))
     positions, found = candidates.positions_of(tokens)
-    changed = change(logits[positions], amounts[found])
-    return candidates.with_logits(logits.index_copy(0, positions, changed))
+    logits = candidates.logits.copy()
+    logits[positions] = change(logits[positions], amounts[found])
+    return candidates.with_logits(logits)

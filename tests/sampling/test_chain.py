@@ -293,6 +293,6 @@ def test_large_rows_agree_with_small_ones() -> None:
     logits[4000:4050] = some_logits()[0]
     for options in (PLAIN, {"top_k": 0}, {"temp": 2.0}, {"mirostat": 1}):
         large = chain_of(5000, **options).distribution(logits)[4000:4050]
-        small = Candidates(logits).head(50)
+        small = Candidates(logits.numpy()).head(1)
         assert float(large.sum()) == pytest.approx(1.0, abs=1e-4)
         assert int(large.argmax()) + 4000 == int(small.token_ids()[0])
