@@ -24,13 +24,12 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models import check_architecture, load_target
 from specdec.models.base import Target
-from specdec.options import Kernels, Options, SpecOptions
+from specdec.options import Options, SpecOptions
 from specdec.resources import (
     cache_dtype,
     open_draft,
     open_target,
     pick_device,
-    pick_kernels,
     set_threads,
 )
 from specdec.sampling import build_chain
@@ -93,9 +92,10 @@ class Engine:
         self.chat_template = chat_template
         self.drafter = drafter
         self.n_ctx = n_ctx
+        default = "f16" if target.is_row_invariant else "f32"  # torch converts whole caches
         self._dtypes = (
-            cache_dtype(options.model.cache_type_k, "--cache-type-k"),
-            cache_dtype(options.model.cache_type_v, "--cache-type-v"),
+            cache_dtype(options.model.cache_type_k, "--cache-type-k", default),
+            cache_dtype(options.model.cache_type_v, "--cache-type-v", default),
         )
 
     @classmethod
@@ -120,7 +120,7 @@ class Engine:
             target = load_target(
                 file,
                 rope=options.model.rope,
-                kernels=_kernels(options),
+                kernels=options.model.kernels,
                 activations=options.model.activations,
                 device=pick_device(options.model),
                 check_tensors=options.model.check_tensors,
@@ -348,11 +348,6 @@ def _draft_context(
         kernels=options.model.kernels,
         activations=options.model.activations,
     )
-
-
-def _kernels(options: Options) -> Kernels:
-    model = options.model
-    return pick_kernels(model.kernels, model.cache_type_k, model.cache_type_v)
 
 
 def _hidden(token: int, done: Round, index: int) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.errors import ModelFileError, UsageError, unknown_name
 from specdec.gguf_file import GGUFFile
-from specdec.options import DraftOptions, Kernels, ModelOptions, Options
+from specdec.options import DraftOptions, ModelOptions, Options
 
 if TYPE_CHECKING:
     import torch
@@ -304,21 +304,15 @@ def set_threads(n_threads: int) -> None:
         torch.set_num_threads(n_threads)
 
 
-def pick_kernels(kernels: Kernels, *cache_types: str | None) -> Kernels:
-    """The kernels that can work on caches of these types. Raises `UsageError` if native cannot."""
-    if kernels == "torch" or all(name in (None, "f32") for name in cache_types):
-        return kernels
-    if kernels == "native":
-        raise UsageError("--kernels native needs f32 caches; leave out the cache types")
-    log.info("native kernels: need f32 caches; running on torch")
-    return "torch"
+def cache_dtype(name: str | None, flag: str, default: str = "f32") -> torch.dtype:
+    """The torch type of a cache; quantised types are kept as f16, which is said once.
 
-
-def cache_dtype(name: str | None, flag: str) -> torch.dtype:
-    """The torch type of a cache; quantised types are kept as f16, which is said once."""
+    ``default`` is the type where no ``name`` is given.
+    """
     import torch
 
-    real = {None: torch.float32, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    real = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    name = name or default
     if name not in real:
         log.warning("%s %s: quantised caches are not supported; using f16", flag, name)
         return torch.float16

@@ -69,13 +69,13 @@ MODEL = Panel(
         Flag(
             "model.cache_type_k",
             ("--cache-type-k", "-ctk"),
-            "Key cache: f32, f16 or bf16 (quantised types become f16); f32 if not given.",
+            "Key cache: f32, f16 or bf16 (quantised types become f16). Default: f16, on torch f32.",
             "LLAMA_ARG_CACHE_TYPE_K",
         ),
         Flag(
             "model.cache_type_v",
             ("--cache-type-v", "-ctv"),
-            "Value cache; f32 if not given.",
+            "Value cache, as --cache-type-k.",
             "LLAMA_ARG_CACHE_TYPE_V",
         ),
         Flag(

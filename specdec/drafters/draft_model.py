@@ -17,7 +17,6 @@ from specdec.kv_cache import KVCache
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.options import DraftOptions, SamplingOptions
-from specdec.resources import pick_kernels
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +125,10 @@ class DraftModel:
 def build(context: DraftContext) -> DraftModel:
     """The drafter for the draft file of ``context``."""
     assert context.draft_file is not None
-    options = context.spec.draft
-    kernels = pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v)
     model = load_target(
         context.draft_file,
         device=context.device,
-        kernels=kernels,
+        kernels=context.kernels,
         activations=context.activations,
     )
     return DraftModel(

@@ -289,15 +289,12 @@ def load(
 
 def build(context: DraftContext) -> Eagle3Drafter:
     """The drafter for the draft file of ``context``."""
-    from specdec.resources import pick_kernels
-
     assert context.draft_file is not None
-    options = context.spec.draft
     model = load(
         context.draft_file,
         context.target,
         context.device,
-        kernels=pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v),
+        kernels=context.kernels,
         activations=context.activations,
     )
     return Eagle3Drafter(

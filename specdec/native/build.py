@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SOURCES = ("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "layer.cpp")
 HEADERS = (
-    *("vector.h", "bytes.h", "formats.h", "activations.h"),
+    *("vector.h", "numbers.h", "bytes.h", "formats.h", "activations.h"),
     *("matmul.h", "attention.h", "layer.h", "parallel.h"),
 )
 COMMON_FLAGS = (

@@ -29,7 +29,7 @@ struct Buffers {
     n_mixed = layer.n_head * layer.head_dim_v;
     const int64_t widest = largest_of(largest_of(layer.n_embd, layer.k.cols), n_mixed);
     const bool quantises = layer.quantises != 0;
-    scores_stride = (pass.start + n + 15) / 16 * 16;
+    scores_stride = score_floats(pass.start + n);
     size = 0;
     const auto take = [&](int64_t count) {
       float* place = memory ? memory + size : nullptr;
@@ -58,9 +58,9 @@ class LayerPass {
     steps.add(pass.n * (layer.n_head + layer.n_head_kv), [this](Range range, int) {
       for (int64_t item = range.first; item < range.last; item++) write_head(item);
     });
-    steps.add(pass.n * layer.n_head, [this, head_blocks](Range range, int thread) {
-      for (int64_t item = range.first; item < range.last; item++) attend_head(item, thread);
-      mixed().prepare(range.first * head_blocks, range.last * head_blocks);
+    steps.add(layer.n_head * tiles(), [this, head_blocks](Range range, int thread) {
+      for (int64_t item = range.first; item < range.last; item++)
+        attend_tile(item / tiles(), item % tiles() * ATTEND_TILE, head_blocks, thread);
     });
     if (!head_blocks)
       steps.add(pass.n * blocks_of(b.n_mixed),
@@ -165,19 +165,12 @@ class LayerPass {
   }
 
   void write_key_value(int64_t t, int64_t head) const {
-    const int64_t place = head * call.capacity + pass.start + t;
-    const float* raw = b.k + t * b.n_k + head * layer.head_dim;
-    float* value = call.values + place * layer.head_dim_v;
-    if (layer.shares_kv) {
-      rms_norm(raw, nullptr, layer.head_dim_v, layer.rms_eps, value);
-    } else {
-      std::memcpy(value, b.v + t * b.n_v + head * layer.head_dim_v,
-                  static_cast<size_t>(layer.head_dim_v) * sizeof(float));
-    }
-    float* key = call.keys + place * layer.head_dim;
-    std::memcpy(key, raw, static_cast<size_t>(layer.head_dim) * sizeof(float));
+    float* key = b.k + t * b.n_k + head * layer.head_dim;
+    float* value = b.v + t * b.n_v + head * layer.head_dim_v;
+    if (layer.shares_kv) rms_norm(key, nullptr, layer.head_dim_v, layer.rms_eps, value);
     if (layer.k_norm) rms_norm(key, layer.k_norm, layer.head_dim, layer.rms_eps, key);
     rotate_row(t, key);
+    write_cache(call, head, pass.start + t, key, value);
   }
 
   void rotate_row(int64_t t, float* head) const {
@@ -185,13 +178,25 @@ class LayerPass {
     rotate(head, call.cos + t * half, call.sin + t * half, half);
   }
 
-  void attend_head(int64_t item, int thread) const {
-    const int64_t t = item / layer.n_head, head = item % layer.n_head;
-    const int64_t own_end = pass.start + t + 1;
-    const int64_t first = layer.window ? largest_of(own_end - layer.window, 0) : 0;
-    attend(call, first, pass.sees_block ? pass.start + pass.n : own_end, head,
-           b.q + t * b.n_q + head * layer.head_dim, b.scores + thread * b.scores_stride,
-           b.mixed + item * layer.head_dim_v);
+  // Tiles of rows that attend together.
+  int64_t tiles() const { return (pass.n + ATTEND_TILE - 1) / ATTEND_TILE; }
+
+  // Rows t0 ... of one head, prepared for products if a head is a number of whole blocks.
+  void attend_tile(int64_t head, int64_t t0, int64_t head_blocks, int thread) const {
+    Query queries[ATTEND_TILE];
+    const int64_t count = smallest_of(pass.n - t0, ATTEND_TILE);
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t t = t0 + i, own_end = pass.start + t + 1;
+      queries[i] = {b.q + t * b.n_q + head * layer.head_dim,
+                    layer.window ? largest_of(own_end - layer.window, 0) : 0,
+                    pass.sees_block ? pass.start + pass.n : own_end,
+                    b.mixed + t * b.n_mixed + head * layer.head_dim_v};
+    }
+    attend(call, head, queries, count, b.scores + thread * b.scores_stride);
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t block = ((t0 + i) * layer.n_head + head) * head_blocks;
+      mixed().prepare(block, block + head_blocks);
+    }
   }
 
   void finish_attention(int64_t t) const {

@@ -20,12 +20,16 @@ struct Layer {
   const float *q_norm, *k_norm, *sinks, *post_attention_norm, *post_ffw_norm;
 };
 
+// What a cache keeps.
+enum CacheType : int64_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2 };
+
 // A layer in a pass: its cache and its rotary tables.
 struct LayerCall {
   const Layer* layer;
-  float* keys;          // [n_head_kv, capacity, head_dim]
-  float* values;        // [n_head_kv, capacity, head_dim_v]
+  void* keys;           // [n_head_kv, capacity, head_dim] of key_type
+  void* values;         // [n_head_kv, capacity, head_dim_v] of value_type
   int64_t capacity;     // rows of the cache's buffers
+  int64_t key_type, value_type;
   const float* cos;     // [n, n_rot / 2]
   const float* sin;
   int64_t n_rot;        // rotated dimensions of a head

@@ -16,7 +16,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
-from specdec.native.library import Layer, LayerCall, Library, floats, matrix_struct
+from specdec.native.library import CACHE_TYPES, Layer, LayerCall, Library, floats, matrix_struct
 from specdec.native.memory import WeightMemory
 from specdec.native.packing import PackedMatrix, pack
 from specdec.options import Activations
@@ -136,13 +136,13 @@ class NativeLayer(nn.Module):
     def forward(
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor], rows: Rows
     ) -> Tensor:
-        """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if not float32."""
+        """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if it is full."""
         return run_layers(self._library, [self], hidden, cache, layer, [rotary], rows)
 
     def remember(
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor]
     ) -> None:
-        """See `DecoderLayer.remember`. Raises `CacheError` if the cache is not float32."""
+        """See `DecoderLayer.remember`. Raises `CacheError` if it is full."""
         n = hidden.shape[0]
         normed = self._library.rms_norm(hidden, self._attn_norm, self.spec.rms_eps)
         tables = _table(rotary[0], n), _table(rotary[1], n)
@@ -153,13 +153,15 @@ class NativeLayer(nn.Module):
         """What the kernels are told about ``n`` rows; valid as long as cache and tables live."""
         cos, sin = rotary
         keys, values = cache.reserve(layer, n)
-        if keys.dtype != torch.float32 or values.dtype != torch.float32:
-            raise CacheError("native kernels: keys and values must be f32; use --kernels torch")
+        if keys.dtype not in CACHE_TYPES or values.dtype not in CACHE_TYPES:
+            raise CacheError("native kernels: keys and values must be f32, f16 or bf16")
         return LayerCall(
             ctypes.addressof(self._struct),
             keys.data_ptr(),
             values.data_ptr(),
             keys.shape[1],
+            CACHE_TYPES[keys.dtype],
+            CACHE_TYPES[values.dtype],
             cos.data_ptr(),
             sin.data_ptr(),
             2 * cos.shape[1],
@@ -177,7 +179,7 @@ def run_layers(
 ) -> Tensor:
     """[T, D] -> [T, D] through layers ``first`` ..., each with its rotary tables, in one call.
 
-    Appends the rows to the cache. Raises `CacheError` if it is not float32 or full.
+    Appends the rows to the cache. Raises `CacheError` if it is full.
     """
     n = hidden.shape[0]
     out = floats(hidden, (n, layers[0].spec.n_embd)).clone()

@@ -19,6 +19,10 @@ _INT = ctypes.c_int64
 _FLOAT = ctypes.c_float
 
 
+CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""What a cache may keep; the numbers are those of ``CacheType`` in layer.h."""
+
+
 class Matrix(ctypes.Structure):
     """``Matrix`` of matmul.h."""
 
@@ -50,7 +54,7 @@ class LayerCall(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("layer", "keys", "values")),
-        ("capacity", _INT),
+        *((name, _INT) for name in ("capacity", "key_type", "value_type")),
         *((name, _POINTER) for name in ("cos", "sin")),
         ("n_rot", _INT),
     )

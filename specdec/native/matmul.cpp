@@ -3,6 +3,7 @@
 #include "matmul.h"
 
 #include "formats.h"
+#include "numbers.h"
 
 namespace specdec {
 namespace {
@@ -117,28 +118,13 @@ struct FloatProducts {
   static int64_t bytes(int64_t cols) { return group_bytes<Format>(cols); }
 };
 
-struct ReadF32 {
-  static constexpr int bytes = 4;
-  static f32x16 read(const uint8_t* source) {
-    return load(reinterpret_cast<const float*>(source));
-  }
-};
-struct ReadF16 {
-  static constexpr int bytes = 2;
-  static f32x16 read(const uint8_t* source) { return load_f16(source); }
-};
-struct ReadBF16 {
-  static constexpr int bytes = 2;
-  static f32x16 read(const uint8_t* source) { return load_bf16(source); }
-};
-
 // Plain numbers, any count of columns. Sums over 32 columns keep rounding errors small.
-template <class Number>
+template <class Numbers>
 struct PlainProducts {
   template <int T>
   static void add(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
                   f32x16* total) {
-    constexpr int64_t step = Number::bytes * GROUP;
+    constexpr int64_t step = Numbers::bytes * GROUP;
     const float* x[T];
     for (int t = 0; t < T; t++) x[t] = input.row(t0 + t);
     for (int64_t start = 0; start < cols; start += BLOCK) {
@@ -148,22 +134,22 @@ struct PlainProducts {
       for (int t = 0; t < T; t++) even[t] = odd[t] = broadcast(0.0f);
       int64_t c = start;
       for (; c + 1 < end; c += 2) {
-        const f32x16 first = Number::read(group + c * step);
-        const f32x16 second = Number::read(group + (c + 1) * step);
+        const f32x16 first = Numbers::read(group + c * step);
+        const f32x16 second = Numbers::read(group + (c + 1) * step);
         for (int t = 0; t < T; t++) {
           even[t] = fma(first, broadcast(x[t][c]), even[t]);
           odd[t] = fma(second, broadcast(x[t][c + 1]), odd[t]);
         }
       }
       if (c < end) {
-        const f32x16 last = Number::read(group + c * step);
+        const f32x16 last = Numbers::read(group + c * step);
         for (int t = 0; t < T; t++) even[t] = fma(last, broadcast(x[t][c]), even[t]);
       }
       for (int t = 0; t < T; t++) total[t] = total[t] + (even[t] + odd[t]);
     }
   }
 
-  static int64_t bytes(int64_t cols) { return cols * Number::bytes * GROUP; }
+  static int64_t bytes(int64_t cols) { return cols * Numbers::bytes * GROUP; }
 };
 
 struct Output {
@@ -230,9 +216,9 @@ void multiply(const Matrix& matrix, const Input& input, int64_t first, int64_t l
               int64_t stride) {
   const Call call{matrix, input, first, last, {out, stride, matrix.bias, matrix.rows}};
   switch (matrix.kind) {
-    case F32: return call.run<PlainProducts<ReadF32>>();
-    case F16: return call.run<PlainProducts<ReadF16>>();
-    case BF16: return call.run<PlainProducts<ReadBF16>>();
+    case F32: return call.run<PlainProducts<F32Numbers>>();
+    case F16: return call.run<PlainProducts<F16Numbers>>();
+    case BF16: return call.run<PlainProducts<BF16Numbers>>();
     case Q4_0: return call.run_blocks<Scaled<Nibbles, 8>>();
     case Q4_1: return call.run_blocks<ScaledWithMinimum<Nibbles>>();
     case Q5_0: return call.run_blocks<Scaled<FiveBits, 16>>();

@@ -64,16 +64,16 @@ inline void store(float* destination, const f32x16& value) {
   for (int p = 0; p < PARTS; p++) ((f32_memory*)destination)[p] = value.part[p];
 }
 
-// The first `count` of sixteen values, the others 0.
+// The first `count` of sixteen values, the others 0; all from sixteen on.
 inline f32x16 load_partial(const float* source, int64_t count) {
-  if (count == 16) return load(source);
+  if (count >= 16) return load(source);
   f32x16 result = broadcast(0.0f);
   std::memcpy(&result, source, static_cast<size_t>(count) * sizeof(float));
   return result;
 }
 
 inline void store_partial(float* destination, const f32x16& value, int64_t count) {
-  if (count == 16) return store(destination, value);
+  if (count >= 16) return store(destination, value);
   std::memcpy(destination, &value, static_cast<size_t>(count) * sizeof(float));
 }
 
@@ -217,6 +217,55 @@ inline __m256 sum_of_halves(const f32x16& value) {
 }
 #endif
 
+// One number in half precision, rounded to the nearest, of two equally near ones to the even one.
+inline uint16_t float_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  uint32_t size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (size >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (size < 0x38800000u) {  // below 2^-14: a sum with 1/2 has the steps of the smallest numbers
+    float sum;
+    std::memcpy(&sum, &size, sizeof sum);
+    sum += 0.5f;
+    std::memcpy(&size, &sum, sizeof size);
+    return static_cast<uint16_t>(sign | (size - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | (size + 0xfffu + (size >> 13 & 1u) - (112u << 23)) >> 13);
+}
+
+inline void store_f16(uint8_t* destination, const f32x16& value) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)destination, _mm512_cvtps_ph((__m512)value.part[0], 0));
+#elif defined(SPECDEC_AVX2)
+  for (int p = 0; p < PARTS; p++)
+    _mm_storeu_si128((__m128i*)destination + p, _mm256_cvtps_ph((__m256)value.part[p], 0));
+#elif defined(__aarch64__)
+  for (int p = 0; p < PARTS; p++) {
+    const float16x4_t halves = vcvt_f16_f32((float32x4_t)value.part[p]);
+    std::memcpy(destination + p * 8, &halves, sizeof halves);
+  }
+#else
+  for (int i = 0; i < 16; i++) {
+    const uint16_t half = float_to_half(value.part[i / LANES][i % LANES]);
+    std::memcpy(destination + 2 * i, &half, sizeof half);
+  }
+#endif
+}
+
+// To the nearest, of two equally near ones to the even one.
+inline void store_bf16(uint8_t* destination, const f32x16& value) {
+  for (int p = 0; p < PARTS; p++) {
+    const i32_lanes bits = (i32_lanes)value.part[p];
+    const i32_lanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const i32_lanes is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    const u16_lanes result =
+        __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), u16_lanes);
+    std::memcpy(destination + p * LANES * 2, &result, sizeof result);
+  }
+}
+
 // The sum of all sixteen, always by the same tree: lane i with i + 8, then + 4, + 2, + 1.
 inline float sum(const f32x16& value) {
 #if defined(__AVX512F__) || defined(SPECDEC_AVX2)
@@ -233,19 +282,37 @@ inline float sum(const f32x16& value) {
 #endif
 }
 
-// The sums of four vectors, each by the tree of `sum`.
-inline void sum_four(const f32x16* values, float* out) {
-#if defined(__AVX512F__) || defined(SPECDEC_AVX2)
-  __m128 rows[4];
+#if defined(__AVX512F__)
+// Each step adds up halves of what is left of two vectors' lanes and puts both results in one.
+template <int LOW, int HIGH>
+inline __m512 add_quarters(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, LOW), _mm512_shuffle_f32x4(a, b, HIGH));
+}
+template <int LOW, int HIGH>
+inline __m512 add_lanes(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, LOW), _mm512_shuffle_ps(a, b, HIGH));
+}
+#endif
+
+// The sums of sixteen vectors, each by the tree of `sum`. Vector i stands at place `sum_place(i)`.
+constexpr int sum_place(int i) { return i % 4 * 4 + i / 4; }
+
+inline f32x16 sum_sixteen(const f32x16* values) {
+#if defined(__AVX512F__)
+  __m512 four[4];
   for (int i = 0; i < 4; i++) {
-    const __m256 eight = sum_of_halves(values[i]);
-    rows[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const f32x16* v = values + 4 * i;
+    const __m512 first = add_quarters<0x44, 0xee>((__m512)v[0].part[0], (__m512)v[1].part[0]);
+    const __m512 second = add_quarters<0x44, 0xee>((__m512)v[2].part[0], (__m512)v[3].part[0]);
+    four[i] = add_quarters<0x88, 0xdd>(first, second);
   }
-  _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
-  const __m128 even = _mm_add_ps(rows[0], rows[2]), odd = _mm_add_ps(rows[1], rows[3]);
-  _mm_storeu_ps(out, _mm_add_ps(even, odd));
+  const __m512 first = add_lanes<0x44, 0xee>(four[0], four[1]);
+  const __m512 second = add_lanes<0x44, 0xee>(four[2], four[3]);
+  return {{(f32_lanes)add_lanes<0x88, 0xdd>(first, second)}};
 #else
-  for (int i = 0; i < 4; i++) out[i] = sum(values[i]);
+  float sums[16];
+  for (int i = 0; i < 16; i++) sums[i] = sum(values[sum_place(i)]);
+  return load(sums);
 #endif
 }
 

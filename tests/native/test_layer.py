@@ -80,9 +80,17 @@ def build(
 class Run:
     """A layer with a cache of its own."""
 
-    def __init__(self, layer: DecoderLayer | NativeLayer) -> None:
+    def __init__(
+        self,
+        layer: DecoderLayer | NativeLayer,
+        dtype_k: torch.dtype = torch.float32,
+        dtype_v: torch.dtype = torch.float32,
+    ) -> None:
         self.layer, spec = layer, layer.spec
-        self.cache = KVCache([spec.cache_shape], 2048, device=torch.device("cpu"))
+        device = torch.device("cpu")
+        self.cache = KVCache(
+            [spec.cache_shape], 2048, device=device, dtype_k=dtype_k, dtype_v=dtype_v
+        )
         self.rotary = RotaryEmbedding(spec.rope)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -185,11 +193,68 @@ def test_heads_and_norms_take_what_torch_takes() -> None:
         assert norm(x).shape == shape
 
 
-def test_caches_of_other_types_are_refused() -> None:
+CACHE_TYPES = {
+    "f16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "f16 and f32": (torch.float16, torch.float32),
+    "f32 and bf16": (torch.float32, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("types", CACHE_TYPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_caches_of_other_types(name: str, types: str) -> None:
+    """They keep what torch would keep, and a row still does not depend on the rows beside it."""
+    spec = VARIANTS[name]
+    plain, native = (Run(layer, *CACHE_TYPES[types]) for layer in build(spec))
+    for n in (3, 1, 20, 1, 2):
+        hidden = random_rows(spec, n)
+        torch.testing.assert_close(native(hidden), plain(hidden), atol=2e-2, rtol=1e-2)
+    for ours, theirs in zip(
+        native.cache.committed(0, torch.float32),
+        plain.cache.committed(0, torch.float32),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+    hidden, depth = random_rows(spec, 11), native.cache.length
+    alone = torch.cat([native(row) for row in hidden.split(1)])
+    for n in range(2, 12):
+        native.cache.truncate(depth)
+        assert torch.equal(native(hidden[:n]), alone[:n])
+
+
+def test_caches_round_as_torch_does() -> None:
+    """Identity matrices bring chosen numbers into the cache, those that are hard to round too."""
+    hard = [0.0, -0.0, 1e-8, -3e-8, 6.1e-5, 5.9e-5, 65504.0, 65519.0, 65520.0, -7e4, 3.4e38]
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    between = (halves[:-1].double() + halves[1:].double()).float() / 2
+    numbers = torch.cat((torch.tensor(hard), halves, between, between * 1.00001))
+    numbers = numbers[numbers.isfinite()]
+    spec = replace(PLAIN, n_embd=16, n_head=1, n_head_kv=1, head_dim=16, head_dim_v=16)
+    spec = replace(spec, rope=replace(spec.rope, n_rot=2))
+    rows = numbers[: len(numbers) // 16 * 16].view(-1, 16)
+    plain, _ = build(spec)
+    for matrix in (plain.attn_k, plain.attn_v):
+        matrix.weight.copy_(torch.eye(16))
+    names = list(plain.state_dict())
+    layer = NativeLayer(load_library(), spec, names, "", ModuleWeights(plain, "F32"), "f32")
+    for dtype in (torch.float16, torch.bfloat16):
+        cache = KVCache(
+            [spec.cache_shape], len(rows), device=torch.device("cpu"), dtype_k=dtype, dtype_v=dtype
+        )
+        tables = torch.ones(len(rows), 1), torch.zeros(len(rows), 1)
+        call = layer.call(cache, 0, len(rows), tables)
+        load_library().write_keys_values([call], rows, 0)
+        cache.advance(len(rows))
+        for kept in cache.committed(0, dtype):
+            assert torch.equal(kept[0], rows.to(dtype))
+
+
+def test_caches_of_integers_are_refused() -> None:
     _, native = build(PLAIN)
     run = Run(native)
     shapes = [PLAIN.cache_shape]
-    run.cache = KVCache(shapes, 8, device=torch.device("cpu"), dtype_k=torch.float16)
+    run.cache = KVCache(shapes, 8, device=torch.device("cpu"), dtype_k=torch.int8)
     with pytest.raises(CacheError, match="must be f32"):
         run(random_rows(PLAIN, 1))
 

@@ -62,15 +62,13 @@ def build(context: DraftContext) -> DFlashDrafter:
     """The drafter for the draft file of ``context``, whichever head it has."""
     from specdec.drafters.dflash.drafter import DFlashDrafter
     from specdec.drafters.dflash.model import load
-    from specdec.resources import pick_kernels
 
     assert context.draft_file is not None
-    options = context.spec.draft
     model = load(
         context.draft_file,
         context.target,
         context.device,
-        kernels=pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v),
+        kernels=context.kernels,
         activations=context.activations,
     )
     return DFlashDrafter(

@@ -25,11 +25,8 @@ def build(context: DraftContext) -> MTPDrafter:
     from specdec.drafters.mtp.heads import load_heads
     from specdec.drafters.mtp.model import MTPModel
     from specdec.drafters.mtp.validate import ASSISTANT_TARGETS
-    from specdec.resources import pick_kernels
 
     draft, target = context.draft_file, context.target
-    options = context.spec.draft
-    kernels = pick_kernels(context.kernels, options.cache_type_k, options.cache_type_v)
     load: Callable[..., MTPModel]
     if draft is not None and draft.architecture in ASSISTANT_TARGETS:
         load = load_assistant
@@ -40,7 +37,7 @@ def build(context: DraftContext) -> MTPDrafter:
         target,
         context.rope,
         context.device,
-        kernels=kernels,
+        kernels=context.kernels,
         activations=context.activations,
     )
     return MTPDrafter(
