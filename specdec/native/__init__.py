@@ -126,7 +126,9 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
         output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
         # The best token depends on small differences of its numbers: eight bits are too few here.
         output=native.NativeLinear(
-            library, weights.matrix("token_embd.weight" if tied else "output.weight"), "f32"
+            library,
+            weights.matrix("token_embd.weight" if tied else "output.weight"),
+            "int16" if activations == "int8" else "f32",
         ),
         softcap=native.NativeSoftCap(library, config.logit_softcap),
     )

@@ -7,19 +7,24 @@ namespace specdec {
 
 constexpr int64_t BLOCK = 32;  // columns
 
-// 32 activations in eight bits: scale * values[i], the scale being the largest one / 127.
+// 32 activations as whole numbers times a scale. In one byte a number is up to 127 in size; in two it
+// is 128 * values[0][i] + values[1][i], up to 127 * 128.
+template <int BYTES>
 struct QuantisedBlock {
   float scale;
-  float sum;         // of scale * values[i]
-  int32_t halves[2];  // sums of the first and of the last sixteen values
-  int8_t values[BLOCK];
+  float sum;         // of scale * numbers
+  int32_t halves[2];  // sums of the first and of the last sixteen numbers
+  int8_t values[BYTES][BLOCK];
 };
 
 inline int64_t blocks_of(int64_t cols) { return (cols + BLOCK - 1) / BLOCK; }
 
 // Floats of memory for what is kept of a row: quantised blocks, or the sums of blocks.
-inline int64_t kept_floats(int64_t cols, bool quantises) {
-  return blocks_of(cols) * (quantises ? sizeof(QuantisedBlock) / sizeof(float) : 1);
+inline int64_t kept_floats(int64_t cols, int64_t bytes) {
+  const auto block = bytes == 2   ? sizeof(QuantisedBlock<2>)
+                       : bytes == 1 ? sizeof(QuantisedBlock<1>)
+                                    : sizeof(float);
+  return blocks_of(cols) * static_cast<int64_t>(block / sizeof(float));
 }
 
 // n rows of activations and what is kept of them for quantised matrices; matrices of plain numbers
@@ -28,14 +33,15 @@ struct Input {
   const float* values;  // [n, cols]
   int64_t cols;
   int64_t n;
-  float* kept;     // [n, kept_floats(cols, quantises)]
-  bool quantises;  // in eight bits
+  float* kept;     // [n, kept_floats(cols, bytes)]
+  int64_t bytes;   // that an activation is rounded to, 1 or 2; 0 = it stays a float
 
   const float* row(int64_t t) const { return values + t * cols; }
-  float* kept_row(int64_t t) const { return kept + t * kept_floats(cols, quantises); }
+  float* kept_row(int64_t t) const { return kept + t * kept_floats(cols, bytes); }
   const float* sums(int64_t t) const { return kept_row(t); }
-  const QuantisedBlock* blocks(int64_t t) const {
-    return reinterpret_cast<const QuantisedBlock*>(kept_row(t));
+  template <int BYTES>
+  QuantisedBlock<BYTES>* blocks(int64_t t) const {
+    return reinterpret_cast<QuantisedBlock<BYTES>*>(kept_row(t));
   }
 
   // Blocks first ... last - 1 of all rows' blocks; every one is to be prepared before products.

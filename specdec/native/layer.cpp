@@ -279,9 +279,9 @@ void specdec_keys_values(const Pass* pass) {
 }
 
 // out [n, rows] = x [n, cols] times the matrix; kept [n, kept_floats(cols)] is scratch memory.
-void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, int64_t quantises,
-                      float* kept, float* out, int64_t n_threads) {
-  const Input input{x, matrix->cols, n, kept, quantises != 0};
+void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, int64_t bytes, float* kept,
+                      float* out, int64_t n_threads) {
+  const Input input{x, matrix->cols, n, kept, bytes};
   Steps steps(static_cast<int>(n_threads));
   steps.add(n * blocks_of(input.cols),
             [&](Range range, int) { input.prepare(range.first, range.last); });
@@ -292,7 +292,7 @@ void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, int64_t q
 }
 
 // Floats of memory for what specdec_multiply keeps of a row.
-int64_t specdec_kept(int64_t cols, int64_t quantises) { return kept_floats(cols, quantises != 0); }
+int64_t specdec_kept(int64_t cols, int64_t bytes) { return kept_floats(cols, bytes); }
 
 void specdec_rms_norm(const float* x, const float* weight, int64_t n, int64_t cols, float eps,
                       float* out) {

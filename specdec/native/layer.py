@@ -16,7 +16,15 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
-from specdec.native.library import CACHE_TYPES, Layer, LayerCall, Library, floats, matrix_struct
+from specdec.native.library import (
+    CACHE_TYPES,
+    Layer,
+    LayerCall,
+    Library,
+    Rounding,
+    floats,
+    matrix_struct,
+)
 from specdec.native.memory import WeightMemory
 from specdec.native.packing import PackedMatrix, pack
 from specdec.options import Activations
@@ -218,7 +226,7 @@ class NativeLinear(nn.Module):
         self,
         library: Library,
         packed: PackedMatrix,
-        activations: Activations,
+        activations: Rounding,
         bias: Tensor | None = None,
     ) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from specdec.errors import UnsupportedError
 from specdec.native.build import shared_library
 from specdec.native.packing import PackedMatrix
-from specdec.options import Activations
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -21,6 +21,11 @@ _FLOAT = ctypes.c_float
 
 CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What a cache may keep; the numbers are those of ``CacheType`` in layer.h."""
+
+
+ACTIVATION_BYTES = {"f32": 0, "int8": 1, "int16": 2}
+"""What an activation is rounded to in products with quantised weights; 0 = not at all."""
+Rounding = Literal["f32", "int8", "int16"]
 
 
 class Matrix(ctypes.Structure):
@@ -108,20 +113,20 @@ class Library:
         self,
         packed: PackedMatrix,
         x: Tensor,
-        activations: Activations,
+        activations: Rounding,
         bias: Tensor | None = None,
     ) -> Tensor:
         """The products [T, rows] of x [T, cols] and a packed matrix, plus ``bias`` [rows]."""
         x = floats(x, (x.shape[0], packed.cols))
         n = x.shape[0]
         out = torch.empty(n, packed.rows)
-        quantises = activations == "int8"
-        kept = torch.empty(n * self._lib.specdec_kept(packed.cols, quantises))
+        n_bytes = ACTIVATION_BYTES[activations]
+        kept = torch.empty(n * self._lib.specdec_kept(packed.cols, n_bytes))
         self._lib.specdec_multiply(
             ctypes.byref(matrix_struct(packed, bias)),
             x.data_ptr(),
             n,
-            quantises,
+            n_bytes,
             kept.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),

@@ -138,6 +138,48 @@ inline i32x16 load_u8(const uint8_t* source) {
   return result;
 }
 
+inline i32x16 operator+(const i32x16& a, const i32x16& b) {
+  SPECDEC_PARTS(i32x16, a.part[p] + b.part[p]);
+}
+inline i32x16 operator-(const i32x16& a, const i32x16& b) {
+  SPECDEC_PARTS(i32x16, a.part[p] - b.part[p]);
+}
+inline i32x16 shift_left(const i32x16& a, int n) { SPECDEC_PARTS(i32x16, a.part[p] << n); }
+inline i32x16 shift_right(const i32x16& a, int n) { SPECDEC_PARTS(i32x16, a.part[p] >> n); }
+
+inline int32_t sum(const i32x16& value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)value.part[0]);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < 16; i++) total += value.part[i / LANES][i % LANES];
+  return total;
+#endif
+}
+
+inline int32_t largest(const i32x16& value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)value.part[0]);
+#else
+  int32_t result = value.part[0][0];
+  for (int i = 1; i < 16; i++) {
+    const int32_t lane = value.part[i / LANES][i % LANES];
+    result = lane > result ? lane : result;
+  }
+  return result;
+#endif
+}
+
+// The lowest eight bits of each.
+inline void store_i8(int8_t* destination, const i32x16& value) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)destination, _mm512_cvtepi32_epi8((__m512i)value.part[0]));
+#else
+  for (int i = 0; i < 16; i++)
+    destination[i] = static_cast<int8_t>(value.part[i / LANES][i % LANES]);
+#endif
+}
+
 // Sixteen signed bytes as integers.
 inline i32x16 load_i8(const uint8_t* source) {
 #if defined(__AVX512F__)

@@ -11,12 +11,13 @@ from random_blocks import raw_rows
 from torch import Tensor
 
 from specdec import quant
-from specdec.native.library import load_library
+from specdec.native.library import Rounding, load_library
 from specdec.native.packing import GROUP, PACKED_TYPES, pack
-from specdec.options import Activations
 
 PLAIN = ("F32", "F16", "BF16", "Q3_K")
 """Formats whose weights are kept as plain numbers; their activations stay as they are."""
+LARGEST = {"int8": 127, "int16": 127 * 128}
+"""The largest number that an activation is rounded to."""
 SIX_BIT_SCALES = ("Q4_K", "Q5_K")
 N_COLS = 512
 
@@ -29,43 +30,43 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def product(ggml_type: str, raw: np.ndarray, x: Tensor, activations: Activations = "f32") -> Tensor:
+def product(ggml_type: str, raw: np.ndarray, x: Tensor, activations: Rounding = "f32") -> Tensor:
     packed = pack(torch.from_numpy(raw.copy()), ggml_type, x.shape[1])
     return load_library().multiply(packed, x, activations)
 
 
-def check(ggml_type: str, rows: int, cols: int, n: int, activations: Activations = "f32") -> None:
+def check(ggml_type: str, rows: int, cols: int, n: int, activations: Rounding = "f32") -> None:
     raw = raw_rows(ggml_type, rows, cols)
     x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, cols))).float()
     weight = quant.dequantize(raw, ggml_type, (rows, cols)).double()
     expected = x.double() @ weight.T
     bound = x.double().abs() @ weight.abs().T  # rounding errors grow with the summands
-    if activations == "int8" and ggml_type not in PLAIN:
-        expected = quantised(x).double() @ weight.T
+    if activations in LARGEST and ggml_type not in PLAIN:
+        expected = quantised(x, LARGEST[activations]).double() @ weight.T
     found = product(ggml_type, raw, x, activations).double()
     assert float(((found - expected).abs() / bound.clamp(min=1e-30)).max()) < 2e-6
 
 
-def quantised(x: Tensor) -> Tensor:
-    """What is left of activations [T, N] in eight bits: 255 steps a block of 32."""
+def quantised(x: Tensor, steps: int) -> Tensor:
+    """What is left of activations [T, N] as whole numbers up to ``steps`` in each block of 32."""
     blocks = x.view(x.shape[0], -1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
-    rounded: Tensor = torch.round(blocks * (127 / largest)) * (largest / 127)
+    rounded: Tensor = torch.round(blocks * (steps / largest)) * (largest / steps)
     return rounded.view(x.shape)
 
 
-@pytest.mark.parametrize("activations", ["f32", "int8"])
+@pytest.mark.parametrize("activations", ["f32", "int8", "int16"])
 @pytest.mark.parametrize("ggml_type", [*PACKED_TYPES, "Q3_K"])
 def test_products_agree_with_float64(
-    ggml_type: str, threads: int, activations: Activations
+    ggml_type: str, threads: int, activations: Rounding
 ) -> None:
     check(ggml_type, rows=40, cols=N_COLS, n=5, activations=activations)
 
 
-@pytest.mark.parametrize("activations", ["f32", "int8"])
+@pytest.mark.parametrize("activations", ["f32", "int8", "int16"])
 @pytest.mark.parametrize("ggml_type", [*PACKED_TYPES, "Q3_K"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(
-    ggml_type: str, activations: Activations
+    ggml_type: str, activations: Rounding
 ) -> None:
     raw = raw_rows(ggml_type, 40, N_COLS)
     x = torch.randn(32, N_COLS, generator=torch.Generator().manual_seed(1))

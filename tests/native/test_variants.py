@@ -39,8 +39,9 @@ def test_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     x[2, ::7] = 0
     for ggml_type in QUANTISED:
         packed = pack(torch.from_numpy(raw_rows(ggml_type, 40, N_COLS)), ggml_type, N_COLS)
-        expected = load_library().multiply(packed, x, "int8")
-        assert torch.equal(other.multiply(packed, x, "int8"), expected), ggml_type
+        for rounding in ("int8", "int16"):
+            expected = load_library().multiply(packed, x, rounding)
+            assert torch.equal(other.multiply(packed, x, rounding), expected), ggml_type
         exact, found = (lib.multiply(packed, x, "f32") for lib in (load_library(), other))
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-3)
 
@@ -62,6 +63,7 @@ def test_values_that_are_not_finite_stay_visible() -> None:
     for value in (float("nan"), float("inf")):
         x = torch.ones(2, N_COLS)
         x[0, 40] = value
-        found = load_library().multiply(packed, x, "int8")
-        assert found[0].isnan().all()
-        assert found[1].isfinite().all()
+        for rounding in ("int8", "int16"):
+            found = load_library().multiply(packed, x, rounding)
+            assert found[0].isnan().all()
+            assert found[1].isfinite().all()
