@@ -179,15 +179,23 @@ def _q2_k(blocks: Tensor, out: Tensor) -> None:
     out.view(-1, 16, 16).mul_(scales).sub_(mins)
 
 
-def _q3_k(blocks: Tensor, out: Tensor) -> None:
-    """Two low bits and a high bit per value; 6-bit scales as nibbles and pairs of bits."""
+def q3_k_integers(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales, int8 [N, 16], and values plus 4, uint8 [N, 256], of Q3_K.
+
+    Two low bits and a high bit per value; 6-bit scales as nibbles and pairs of bits.
+    """
     low = bit_fields(blocks[:, 32:96].view(-1, 2, 32), 2).flatten(1)
     high = bit_fields(blocks[:, :32], 1).flatten(1)
     low_scales = nibbles(blocks[:, 96:104]).flatten(1)
     high_scales = bit_fields(blocks[:, 104:108], 2).flatten(1)
-    scales = ((low_scales | (high_scales * 16)).float() - 32) * _halves(blocks, 108)
-    out.copy_(low.bitwise_or_(high.mul_(4))).sub_(4)
-    out.view(-1, 16, 16).mul_(scales.unsqueeze(2))
+    scales = (low_scales | (high_scales * 16)).view(torch.int8) - 32
+    return scales, low.bitwise_or_(high.mul_(4))
+
+
+def _q3_k(blocks: Tensor, out: Tensor) -> None:
+    scales, values = q3_k_integers(blocks)
+    out.copy_(values).sub_(4)
+    out.view(-1, 16, 16).mul_((scales * _halves(blocks, 108)).unsqueeze(2))
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
@@ -218,12 +226,19 @@ def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
     torch.mul(_look_up(IQ4_VALUES, codes), _halves(blocks, 0), out=out)
 
 
-def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
-    """Eight sub-blocks; their 6-bit scales are nibbles (bytes 4-7) plus two bits (bytes 2-3)."""
+def iq4_xs_scales(blocks: Tensor) -> Tensor:
+    """Scales of the 8 sub-blocks of IQ4_XS, int8 [N, 8].
+
+    They are nibbles (bytes 4-7) plus two bits (bytes 2-3), minus 32.
+    """
     shape = (len(blocks), 8)
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).view(shape)
     high = bit_fields(blocks[:, 2:4], 2).transpose(1, 2).reshape(shape)
-    scales = ((low | (high * 16)).float() - 32) * _halves(blocks, 0)
+    return (low | (high * 16)).view(torch.int8) - 32
+
+
+def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
+    scales = iq4_xs_scales(blocks) * _halves(blocks, 0)
     codes = nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(2)
     torch.mul(_look_up(IQ4_VALUES, codes), scales.unsqueeze(2), out=out.view(-1, 8, 32))
 

@@ -7,7 +7,16 @@ from gguf import GGMLQuantizationType, quants
 
 from specdec import quant
 
-SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q3_K": (108,)}
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "IQ3_S": (0,),
+}
 """Where the float16 numbers of a block are, for formats that `gguf` cannot write."""
 
 

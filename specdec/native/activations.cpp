@@ -61,7 +61,8 @@ void Input::prepare(int64_t first, int64_t last) const {
     load_block(row(t) + b * BLOCK, rest < BLOCK ? rest : BLOCK, halves);
     if (bytes == 1) quantise_block(halves, blocks<1>(t)[b]);
     else if (bytes == 2) quantise_block(halves, blocks<2>(t)[b]);
-    else kept_row(t)[b] = sum(halves[0] + halves[1]);
+    else
+      for (int h = 0; h < 2; h++) kept_row(t)[2 * b + h] = sum(halves[h]);
   }
 }
 

@@ -19,11 +19,11 @@ struct QuantisedBlock {
 
 inline int64_t blocks_of(int64_t cols) { return (cols + BLOCK - 1) / BLOCK; }
 
-// Floats of memory for what is kept of a row: quantised blocks, or the sums of blocks.
+// Floats of memory for what is kept of a row: quantised blocks, or the sums of half blocks.
 inline int64_t kept_floats(int64_t cols, int64_t bytes) {
   const auto block = bytes == 2   ? sizeof(QuantisedBlock<2>)
                        : bytes == 1 ? sizeof(QuantisedBlock<1>)
-                                    : sizeof(float);
+                                    : 2 * sizeof(float);
   return blocks_of(cols) * static_cast<int64_t>(block / sizeof(float));
 }
 

@@ -43,10 +43,14 @@ struct IntegerProducts {
         for (int t = 0; t < T; t++)
           total[t] = total[t] + factors.scale[h] * broadcast(rows[t][b].scale) * to_float(sums[t]);
       }
-      if (Format::HAS_MINIMUM)
+      for (int h = 0; h < Format::MINIMA; h++)
         for (int t = 0; t < T; t++)
-          total[t] = total[t] + factors.minimum * broadcast(rows[t][b].sum);
+          total[t] = total[t] + factors.minimum[h] * broadcast(sum_of(rows[t][b], h));
     });
+  }
+
+  static float sum_of(const Block& x, int h) {
+    return Format::MINIMA == 2 ? x.scale * static_cast<float>(x.halves[h]) : x.sum;
   }
 
   static int32_t offset(const Block& x, int h) {
@@ -106,7 +110,11 @@ struct FloatProducts {
         for (int t = 0; t < T; t++) total[t] = fma(factors.scale[h], even[t] + odd[t], total[t]);
       }
       for (int t = 0; t < T; t++) {
-        if (Format::HAS_MINIMUM) total[t] = fma(factors.minimum, broadcast(sums[t][b]), total[t]);
+        const float* halves = sums[t] + 2 * b;
+        if (Format::MINIMA == 1)
+          total[t] = fma(factors.minimum[0], broadcast(halves[0] + halves[1]), total[t]);
+        for (int h = 0; h < 2 && Format::MINIMA == 2; h++)
+          total[t] = fma(factors.minimum[h], broadcast(halves[h]), total[t]);
         x[t] += BLOCK;
       }
     });
@@ -245,8 +253,11 @@ void multiply(const Matrix& matrix, const Input& input, int64_t first, int64_t l
     case Q8_0: return call.run_blocks<Scaled<Bytes, 128>>();
     case Q4_K: return call.run_blocks<KScaled<Nibbles>>();
     case Q5_K: return call.run_blocks<KScaled<FiveBits>>();
-    case Q6_K: return call.run_blocks<HalvesScaled>();
+    case Q6_K: return call.run_blocks<SignedHalvesScaled<SixBits, 32>>();
     case IQ4_NL: return call.run_blocks<Scaled<Table, 128>>();
+    case Q2_K: return call.run_blocks<KHalvesScaled<TwoBits>>();
+    case Q3_K: return call.run_blocks<SignedHalvesScaled<ThreeBits, 4>>();
+    case IQ4_XS: return call.run_blocks<SignedScaled<Table, 128>>();
   }
 }
 

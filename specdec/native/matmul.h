@@ -21,6 +21,9 @@ enum Kind : int32_t {
   Q5_K = 9,
   Q6_K = 10,
   IQ4_NL = 11,
+  Q2_K = 12,
+  Q3_K = 13,
+  IQ4_XS = 14,
 };
 
 struct Matrix {

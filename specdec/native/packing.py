@@ -42,6 +42,9 @@ class Kind(enum.IntEnum):
     Q5_K = 9
     Q6_K = 10
     IQ4_NL = 11
+    Q2_K = 12
+    Q3_K = 13
+    IQ4_XS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,20 @@ def _six_bits(values: Tensor) -> Tensor:
     return torch.cat((_words(high.flatten(-2)), _nibbles(values)), dim=-1)
 
 
+def _two_bits(values: Tensor) -> Tensor:
+    """The lower two bits of values [N, S, 32]: vector q in bits 2q, 2q + 1 of word q / 4."""
+    places = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
+    fields = torch.unflatten(values & 3, -1, (2, 4, 4)) << places
+    return _words(fields.sum(-2, dtype=torch.uint8).flatten(-2))
+
+
+def _three_bits(values: Tensor) -> Tensor:
+    """Values [N, S, 32] below 8: the lower two bits, then a word of third bits."""
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = (torch.unflatten(values >> 2, -1, (8, 4)) << places).sum(-2, dtype=torch.uint8)
+    return torch.cat((_two_bits(values), _words(high)), dim=-1)
+
+
 def _nibbles(values: Tensor) -> Tensor:
     """The lower four bits of values [N, S, 32], columns c and c + 16 in a byte."""
     return _words((values[..., :16] & 15) | (values[..., 16:] << 4))
@@ -221,6 +238,25 @@ def _q6_k(blocks: Tensor) -> Parts:
     return Parts((_half(blocks, 208),), (scales[..., 0], scales[..., 1]), _six_bits(values))
 
 
+def _q2_k(blocks: Tensor) -> Parts:
+    both = torch.unflatten(blocks[:, :16], 1, (8, 2))
+    values = quant.bit_fields(blocks[:, 16:80].view(-1, 2, 32), 2).flatten(1)
+    header = _half(blocks, 80), _half(blocks, 82)
+    return Parts(header, (both[..., 0], both[..., 1]), _two_bits(values.view(-1, 8, 32)))
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    scales, values = quant.q3_k_integers(blocks)
+    scales = torch.unflatten(scales, 1, (8, 2))
+    factors = (scales[..., 0], scales[..., 1])
+    return Parts((_half(blocks, 108),), factors, _three_bits(values.view(-1, 8, 32)))
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    words = _words(blocks[:, 8:].view(-1, 8, 16))
+    return Parts((_half(blocks, 0),), (quant.iq4_xs_scales(blocks),), words)
+
+
 _SPLITTERS: dict[str, Splitter] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -231,6 +267,9 @@ _SPLITTERS: dict[str, Splitter] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": _q4_0,  # the same bytes, read through a table
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_XS": _iq4_xs,
 }
 
 PACKED_TYPES = tuple(kind.name for kind in Kind)
