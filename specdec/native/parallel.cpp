@@ -119,9 +119,7 @@ Pool& shared_pool() {
 
 void Steps::take_part(int index) {
   for (Step& step : steps_) {
-    while (step.taken.load(std::memory_order_relaxed) < step.n_chunks) {
-      const int64_t chunk = step.taken.fetch_add(1, std::memory_order_relaxed);
-      if (chunk >= step.n_chunks) break;
+    for (int64_t chunk; (chunk = step.take(index)) < step.n_chunks;) {
       step.work(part_of(step.count, chunk, step.n_chunks), index);
       step.done.fetch_add(1, std::memory_order_release);
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <vector>
 
 namespace specdec {
 
@@ -17,15 +18,41 @@ inline Range part_of(int64_t count, int64_t index, int64_t parts) {
   return {count * index / parts, count * (index + 1) / parts};
 }
 
-// One step: its chunks may run in any order on any thread, after all chunks of the step before.
-struct Step {
-  int64_t count, n_chunks;
-  std::function<void(Range, int)> work;  // (items, index of the thread)
-  alignas(64) std::atomic<int64_t> taken{0};
+// One step: its chunks may run in any order on any thread, after all chunks of the step before. A
+// thread begins with a share of its own, chunks that follow each other, so that memory is read in
+// order; then it helps with those of others.
+class Step {
+ public:
+  Step(int64_t count, int64_t n_chunks, int n_shares, std::function<void(Range, int)> work)
+      : count(count), n_chunks(n_chunks), work(std::move(work)), shares_(n_shares) {
+    for (int i = 0; i < n_shares; i++) {
+      const Range range = part_of(n_chunks, i, n_shares);
+      shares_[i].next = range.first, shares_[i].end = range.last;
+    }
+  }
+
+  // A chunk that nobody has taken, or n_chunks.
+  int64_t take(int index) {
+    const size_t n = shares_.size();
+    for (size_t i = 0; i < n; i++) {
+      Share& share = shares_[(index + i) % n];
+      if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
+      const int64_t chunk = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (chunk < share.end) return chunk;
+    }
+    return n_chunks;
+  }
+
+  const int64_t count, n_chunks;
+  const std::function<void(Range, int)> work;  // (items, index of the thread)
   alignas(64) std::atomic<int64_t> done{0};
 
-  Step(int64_t count, int64_t n_chunks, std::function<void(Range, int)> work)
-      : count(count), n_chunks(n_chunks), work(std::move(work)) {}
+ private:
+  struct Share {
+    alignas(64) std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Share> shares_;
 };
 
 class Steps {
@@ -35,7 +62,7 @@ class Steps {
   // A step over `count` items in a few chunks for every thread.
   void add(int64_t count, std::function<void(Range, int)> work) {
     const int64_t most = n_threads == 1 ? 1 : CHUNKS * n_threads;
-    steps_.emplace_back(count, count < most ? count : most, std::move(work));
+    steps_.emplace_back(count, count < most ? count : most, n_threads, std::move(work));
   }
 
   // Takes part in all steps as thread number `index`; returns when the last one is done. What a step's
