@@ -57,38 +57,47 @@ inline u8x64 lookup(const uint8_t* table, const u8x64& a) {
 #endif
 }
 
-#if !defined(__AVX512VNNI__) && !(defined(__AVXVNNI__) && defined(SPECDEC_AVX2))
-#if defined(__AVX512BW__)
-inline i32_lanes dot_pairs(u8_quads a, __m512i b, int16_t factor) {
-  const __m512i pairs = _mm512_maddubs_epi16((__m512i)a, b);
-  return (i32_lanes)_mm512_madd_epi16(pairs, _mm512_set1_epi16(factor));
-}
-#elif defined(SPECDEC_AVX2)
-inline i32_lanes dot_pairs(u8_quads a, __m256i b, int16_t factor) {
-  const __m256i pairs = _mm256_maddubs_epi16((__m256i)a, b);
-  return (i32_lanes)_mm256_madd_epi16(pairs, _mm256_set1_epi16(factor));
-}
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && defined(SPECDEC_AVX2))
+#define SPECDEC_VNNI
+#elif defined(__AVX512BW__) || defined(SPECDEC_AVX2)
+#define SPECDEC_PAIRS
 #endif
+
+// Whether `dot<true>` takes 128 from every element of `a` first. Where instructions add up pairs of
+// products in sixteen bits, that is what makes them fit.
+#if defined(SPECDEC_PAIRS)
+constexpr bool WIDE_IS_SIGNED = true;
+#else
+constexpr bool WIDE_IS_SIGNED = false;
 #endif
 
 // sum + the products of four unsigned bytes a lane with four signed ones, the same for all lanes.
-// Without WIDE all of `a` is below 128: pairs of products then fit sixteen bits; otherwise a is taken
-// as 2 * (a / 2) + a % 2 where instructions add up pairs.
+// Without WIDE all of `a` is below 128.
 template <bool WIDE>
 inline i32_lanes dot_lanes(i32_lanes sum, u8_quads a, int32_t b) {
-#if defined(__AVX512VNNI__)
+#if defined(SPECDEC_VNNI) && defined(__AVX512VNNI__)
   return (i32_lanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32(b));
-#elif defined(__AVXVNNI__) && defined(SPECDEC_AVX2)
+#elif defined(SPECDEC_VNNI)
   return (i32_lanes)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, _mm256_set1_epi32(b));
-#elif defined(__AVX512BW__) || defined(SPECDEC_AVX2)
-#if defined(__AVX512BW__)
-  const __m512i four = _mm512_set1_epi32(b);
-#else
-  const __m256i four = _mm256_set1_epi32(b);
-#endif
-  if (!WIDE) return sum + dot_pairs(a, four, 1);
-  const u8_quads half = (u8_quads)((u16_pairs)a >> 1) & 127;
-  return sum + dot_pairs(half, four, 2) + dot_pairs(a & 1, four, 1);
+#elif defined(SPECDEC_PAIRS) && defined(__AVX512BW__)
+  __m512i size = (__m512i)a, four = _mm512_set1_epi32(b);
+  if (WIDE) {  // |a| * (b with the sign of a)
+    const __m512i difference = (__m512i)(a ^ 128);
+    const __mmask64 negative = _mm512_movepi8_mask(difference);
+    size = _mm512_abs_epi8(difference);
+    four = _mm512_mask_sub_epi8(four, negative, _mm512_setzero_si512(), four);
+  }
+  const __m512i pairs = _mm512_maddubs_epi16(size, four);
+  return sum + (i32_lanes)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(SPECDEC_PAIRS)
+  __m256i size = (__m256i)a, four = _mm256_set1_epi32(b);
+  if (WIDE) {
+    const __m256i difference = (__m256i)(a ^ 128);
+    size = _mm256_abs_epi8(difference);
+    four = _mm256_sign_epi8(four, difference);
+  }
+  const __m256i pairs = _mm256_maddubs_epi16(size, four);
+  return sum + (i32_lanes)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
   return (i32_lanes)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, vreinterpretq_s8_s32(vdupq_n_s32(b)));
 #else

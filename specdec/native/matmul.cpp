@@ -10,7 +10,7 @@ namespace {
 
 constexpr int AHEAD = 4096;  // bytes that are asked for before their turn
 constexpr int64_t CHUNK = 1 << 18;  // bytes of weights that meet all rows before the next
-constexpr int MAX_TILE = LANES == 16 ? 8 : 2;  // rows whose sums fit the registers
+constexpr int MAX_TILE = LANES == 16 ? 8 : 4;  // rows whose sums fit the registers
 
 // Calls work(header, block, index) for the blocks of a group in order.
 template <class Format, class Work>
@@ -53,7 +53,10 @@ struct IntegerProducts {
     return Format::MINIMA == 2 ? x.scale * static_cast<float>(x.halves[h]) : x.sum;
   }
 
+  static_assert(!Format::Quants::wide || Format::OFFSET == 128, "see WIDE_IS_SIGNED");
+
   static int32_t offset(const Block& x, int h) {
+    if (WIDE_IS_SIGNED && Format::Quants::wide) return 0;  // the product takes the offset itself
     return -Format::OFFSET * (Format::SCALES == 2 ? x.halves[h] : x.halves[0] + x.halves[1]);
   }
 
