@@ -160,9 +160,11 @@ class Target(nn.Module):
         many rows share the pass.
         """
         cache.begin_pass()
+        is_exact = logit_rows is None or tokens.shape[0] <= ROW_BLOCK
         if self.is_row_invariant:
-            blocks = [self._wide(tokens, cache, taps)]
-        elif logit_rows is None or tokens.shape[0] <= ROW_BLOCK:
+            rows = Rows(cache.length, tokens.shape[0], exact=is_exact)
+            blocks = [self._run(tokens, cache, taps, rows)]
+        elif is_exact:
             blocks = [self._exact(part, cache, taps) for part in torch.split(tokens, ROW_BLOCK)]
         else:
             blocks = [self._wide(tokens, cache, taps)]
@@ -337,7 +339,7 @@ def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> Lay
             f"{n_embd} do not divide; the file is damaged"
         )
     head_dim = file.get_int(key("attention.key_length"), default=n_embd // n_head)
-    n_expert = file.get_int(key("expert_count"), default=0)
+    n_expert, n_used = read_expert_counts(file)
     n_ff = read_per_layer(file, "feed_forward_length", layer)
     if n_expert:
         n_ff = file.get_int(key("expert_feed_forward_length"), default=n_ff)
@@ -361,8 +363,22 @@ def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> Lay
         has_qkv_bias=f"blk.{layer}.attn_q.bias" in file.tensors,
         has_output_bias=f"blk.{layer}.attn_output.bias" in file.tensors,
         n_expert=n_expert,
-        n_expert_used=file.get_int(key("expert_used_count"), default=0),
+        n_expert_used=n_used,
     )
+
+
+def read_expert_counts(file: GGUFFile) -> tuple[int, int]:
+    """How many experts a routed layer has, and how many of them a row uses; zeros without any.
+
+    Raises `ModelFileError` for impossible counts.
+    """
+    n_expert = file.get_int(file.key("expert_count"), default=0)
+    n_used = file.get_int(file.key("expert_used_count"), default=0)
+    if n_expert and not 0 < n_used <= n_expert:
+        raise ModelFileError(
+            f"{file.path}: {file.key('expert_used_count')} must be 1 to {n_expert}, got {n_used}"
+        )
+    return n_expert, n_used
 
 
 def read_per_layer(file: GGUFFile, suffix: str, layer: int, default: int | None = None) -> int:

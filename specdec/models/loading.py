@@ -153,25 +153,21 @@ def count_layers(file: GGUFFile) -> int:
 def read_experts(file: GGUFFile, spec: LayerSpec, layer: int, routing: Routing) -> LayerSpec:
     """``spec`` with the feed-forward branch that the tensors of block ``layer`` make up.
 
-    Dense without a router (`ffn_gate_inp`). Raises `ModelFileError` for impossible counts.
+    Dense without a router (`ffn_gate_inp`). Raises `ModelFileError` without experts to choose from.
     """
     block = f"blk.{layer}."
     if block + "ffn_gate_inp.weight" not in file.tensors:
         n_ff = read_per_layer(file, "feed_forward_length", layer)
         return replace(spec, n_expert=0, n_ff=n_ff)
-    n_expert = file.get_int(file.key("expert_count"))
-    n_used = file.get_int(file.key("expert_used_count"))
-    if not 0 < n_used <= n_expert:
+    if not spec.n_expert:
         raise ModelFileError(
-            f"{file.path}: {file.key('expert_used_count')} must be 1 to {n_expert}, got {n_used}"
+            f"{file.path}: {file.key('expert_count')} is 0, but block {layer} has a router"
         )
     names: tuple[Literal["exp_probs_b", "exp_probs_b.bias"], ...]
     names = ("exp_probs_b", "exp_probs_b.bias")
     shared = file.tensors.get(block + "ffn_gate_shexp.weight")
     return replace(
         spec,
-        n_expert=n_expert,
-        n_expert_used=n_used,
         n_ff=file.get_int(file.key("expert_feed_forward_length")),
         n_ff_shared=shared.shape[0] if shared else 0,
         routing=routing,

@@ -61,6 +61,11 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
     spec = replace(
         read_layer_spec(file, rope, layer), has_qk_norm=True, ffn_norm="post_attention_norm"
     )
+    if spec.head_dim_v != spec.head_dim:
+        raise ModelFileError(
+            f"{file.path}: {file.key('attention.value_length')} is {spec.head_dim_v}, expected "
+            f"{spec.head_dim} as {file.key('attention.key_length')}"
+        )
     values: dict[str, Any] = {field.name: getattr(spec, field.name) for field in fields(spec)}
     n_layer = file.get_int(file.key("block_count")) - count_mtp_layers(file)
     interval = file.get_int(file.key("full_attention_interval"), default=4)

@@ -31,8 +31,9 @@ class Rows:
     count: int
     """Rows that count; the pass may be padded with more."""
     exact: bool
-    """Attend row by row over exactly the visible keys: together with a fixed number of rows in the
-    pass, every row's numbers are then bit for bit those it would have alone."""
+    """Every row's numbers are to be those it would have alone, bit for bit, and recurrent layers
+    keep their state behind every row. Torch layers attend row by row over exactly the visible keys
+    for that, in passes with a fixed number of rows; for native ones numbers are never others."""
 
 
 def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

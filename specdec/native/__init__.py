@@ -19,6 +19,7 @@ from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
@@ -30,12 +31,11 @@ log = logging.getLogger(__name__)
 
 KNOWN_FIELDS = (
     *("has_qk_norm", "has_qkv_bias", "has_output_bias", "has_post_norms", "activation", "window"),
-    *("has_sinks", "shares_kv", "value_scale", "has_output_scale", "n_expert_used"),
+    *("has_sinks", "shares_kv", "value_scale", "has_output_scale", "n_expert", "n_expert_used"),
+    *("n_ff_shared", "routing", "expert_bias", "ffn_norm", "has_value_norm"),
+    *("n_key_heads", "n_value_heads", "state_size", "conv_kernel"),
 )
-"""Optional fields of `LayerSpec` that the kernels act on; any other must have its default.
-
-`n_expert_used` says nothing of a dense layer.
-"""
+"""Optional fields of specs that the kernels act on; any other must have its default."""
 
 
 def install(
@@ -85,11 +85,9 @@ def find_library(
 
 def _check_supported(target: Target, device: torch.device | str) -> None:
     """Raises `UnsupportedError` unless every layer has a native form on this device."""
-    from specdec.models.layers import DecoderLayer
-
     if str(device) != "cpu":
         raise UnsupportedError(f"native kernels: need the CPU, not {device}")
-    if not all(type(layer) is DecoderLayer and knows(layer.spec) for layer in target.layers):
+    if not all(knows_layer(layer) for layer in target.layers):
         raise UnsupportedError(
             f"native kernels: {target.config.architecture} has layers that they do not know"
         )
@@ -104,13 +102,25 @@ def knows(spec: LayerSpec) -> bool:
     )
 
 
+def knows_layer(layer: nn.Module) -> bool:
+    """Whether the kernels can do everything that a module does."""
+    from specdec.models.delta_net import DeltaNetLayer
+    from specdec.models.layers import DecoderLayer
+    from specdec.models.mimo2 import FusedLayer
+    from specdec.models.qwen35 import GatedLayer
+
+    known = (DecoderLayer, FusedLayer, GatedLayer, DeltaNetLayer)
+    return isinstance(layer, DecoderLayer) and type(layer) in known and knows(layer.spec)
+
+
 def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
     from specdec.native import layer as native
     from specdec.native.library import load_library
     from specdec.native.packing import PACKED_TYPES
+    from specdec.native.weights import Weights
 
     library = load_library()
-    weights = native.Weights(file, target.transform)
+    weights = Weights(file, target.transform)
     config = target.config
     tied = not hasattr(target, "output")
     norm = weights.vector("output_norm.weight")
@@ -135,7 +145,7 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
     others = Counter(
         info.ggml_type
         for info in file.tensors.values()
-        if len(info.shape) == 2 and info.ggml_type not in PACKED_TYPES
+        if len(info.shape) > 1 and info.ggml_type not in PACKED_TYPES
     )
     _trim()
     for name, count in others.items():

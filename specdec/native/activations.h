@@ -35,9 +35,11 @@ struct Input {
   int64_t n;
   float* kept;     // [n, kept_floats(cols, bytes)]
   int64_t bytes;   // that an activation is rounded to, 1 or 2; 0 = it stays a float
+  const int32_t* index = nullptr;  // [n] which rows of the memory these are; null: the first ones
 
-  const float* row(int64_t t) const { return values + t * cols; }
-  float* kept_row(int64_t t) const { return kept + t * kept_floats(cols, bytes); }
+  int64_t place(int64_t t) const { return index ? index[t] : t; }
+  const float* row(int64_t t) const { return values + place(t) * cols; }
+  float* kept_row(int64_t t) const { return kept + place(t) * kept_floats(cols, bytes); }
   const float* sums(int64_t t) const { return kept_row(t); }
   template <int BYTES>
   QuantisedBlock<BYTES>* blocks(int64_t t) const {

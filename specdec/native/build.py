@@ -21,10 +21,15 @@ from specdec.errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "layer.cpp")
+SOURCES = (
+    *("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "functions.cpp"),
+    *("attention_branch.cpp", "feed_forward.cpp", "experts.cpp", "delta_net.cpp"),
+    "layer.cpp",
+)
 HEADERS = (
-    *("vector.h", "numbers.h", "bytes.h", "formats.h", "activations.h"),
-    *("matmul.h", "attention.h", "layer.h", "parallel.h"),
+    *("vector.h", "numbers.h", "bytes.h", "formats.h", "activations.h", "matmul.h", "layer.h"),
+    *("parallel.h", "branch.h", "attention.h", "attention_branch.h", "feed_forward.h"),
+    *("experts.h", "delta_net.h"),
 )
 COMMON_FLAGS = (
     "-std=c++17",

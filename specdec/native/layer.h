@@ -1,4 +1,4 @@
-// One block of a dense transformer, as specdec.models.layers.LayerSpec describes it.
+// One block of a transformer, as specdec.models.layers.LayerSpec describes it, and passes over some.
 //
 // The structures are those of specdec/native/library.py, field by field.
 #pragma once
@@ -7,10 +7,48 @@
 
 namespace specdec {
 
+// One matrix of every expert, all of one shape and kind, one behind the other.
+struct ExpertMatrices {
+  Matrix first;
+  int64_t bytes;  // of one
+
+  Matrix of(int64_t expert) const {
+    Matrix matrix = first;
+    matrix.data += expert * bytes;
+    return matrix;
+  }
+};
+
+// A routed feed-forward branch, as specdec.models.experts.Routing describes it.
+struct Experts {
+  int64_t n_expert, n_used;
+  int64_t uses_sigmoid;  // otherwise softmax over all experts
+  int64_t is_normalised;
+  float weight_scale, min_weight_sum;
+  Matrix router;      // of plain numbers
+  const float* bias;  // [n_expert], for the choice alone; or null
+  ExpertMatrices gate, up, down;
+  int64_t n_ff_shared;  // width of the expert that every row uses; 0 = none
+  Matrix shared_gate, shared_up, shared_down;
+};
+
+// What stands in the place of attention in a recurrent layer (specdec.models.delta_net).
+struct DeltaNet {
+  int64_t n_key_heads, n_value_heads, state_size;
+  int64_t conv_kernel;             // rows that the convolution sees
+  Matrix qkv, gate, alpha, beta;   // alpha and beta have a row for every value head
+  const float* convolution;        // [conv_kernel, columns of qkv]
+  const float *dt, *a;             // [n_value_heads]
+  const float* norm;               // [state_size]
+};
+
 struct Layer {
-  int64_t n_embd, n_head, n_head_kv, head_dim, head_dim_v, n_ff;
+  int64_t n_embd, n_head, n_head_kv, head_dim, head_dim_v;
+  int64_t n_ff;       // of one expert if there are some
   int64_t window;     // keys a query sees, itself included; 0 = all
   int64_t shares_kv;  // values are the raw keys, normalised without a weight
+  int64_t has_value_norm;  // values are normalised without a weight
+  int64_t gates_output;    // q has queries, then gates of the attention's output, head by head
   int64_t uses_gelu;  // tanh form; otherwise SiLU
   int64_t quantises;  // activations of quantised matrices in eight bits
   float rms_eps, attention_scale, value_scale, output_scale;
@@ -18,6 +56,8 @@ struct Layer {
   const float *attn_norm, *ffn_norm;
   // Null where the layer has none.
   const float *q_norm, *k_norm, *sinks, *post_attention_norm, *post_ffw_norm;
+  const Experts* experts;     // in place of gate, up and down
+  const DeltaNet* delta_net;  // in place of q, k and v
 };
 
 // What a cache keeps.
@@ -33,6 +73,11 @@ struct LayerCall {
   const float* cos;     // [n, n_rot / 2]
   const float* sin;
   int64_t n_rot;        // rotated dimensions of a head
+  // Of recurrent layers: the convolution's last inputs [conv_kernel - 1, channels] and the memory
+  // [n_value_heads, state_size, state_size] before the pass, and where they go behind each of its rows.
+  // Behind rows whose state nobody asked for they go where the next row's do.
+  const float *inputs, *memory;
+  float *const *inputs_behind, *const *memory_behind;  // [n]
 };
 
 // n rows at positions start ... start + n - 1 through some layers.

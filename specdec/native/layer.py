@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,70 +15,15 @@ from specdec import quant
 from specdec.errors import CacheError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
+from specdec.models.delta_net import DeltaNetSpec
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
-from specdec.native.library import (
-    CACHE_TYPES,
-    Layer,
-    LayerCall,
-    Library,
-    Rounding,
-    floats,
-    matrix_struct,
-)
-from specdec.native.memory import WeightMemory
-from specdec.native.packing import PackedMatrix, pack
+from specdec.native.delta_net import add_states, delta_net_struct
+from specdec.native.experts import expert_struct
+from specdec.native.library import CACHE_TYPES, Layer, LayerCall, Library, Matrix, Rounding, floats
+from specdec.native.packing import PackedMatrix
+from specdec.native.weights import LayerTensors, Weights
 from specdec.options import Activations
-
-Transform = Callable[[str, Tensor], Tensor]
-"""Rearranges the rows of a tensor by name, whatever its columns are."""
-
-_MATRICES = {
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "output": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-_VECTORS = {
-    "attn_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "sinks": "attn_sinks",
-    "post_attention_norm": "post_attention_norm",
-    "post_ffw_norm": "post_ffw_norm",
-}
-LAYER_PARTS = frozenset((*_MATRICES.values(), *_VECTORS.values(), "layer_output_scale"))
-"""Names of the modules in a `DecoderLayer` that a `NativeLayer` has taken in."""
-
-
-class Weights:
-    """The tensors of a file, packed or as float32."""
-
-    def __init__(self, file: GGUFFile, transform: Transform | None) -> None:
-        self._file, self._transform = file, transform
-        self._memory = WeightMemory()
-
-    def matrix(self, name: str) -> PackedMatrix:
-        """A matrix in its packed form."""
-        info = self._file.info(name)
-        rows, cols = info.shape
-        raw = torch.from_numpy(self._file.raw(name).reshape(rows, -1).copy())
-        if self._transform is not None:
-            raw = self._transform(name, raw)
-        packed = pack(raw, info.ggml_type, cols, self._memory)
-        self._file.release(name)  # the packed form is the only copy
-        return packed
-
-    def vector(self, name: str) -> Tensor:
-        """A tensor as float32, contiguous."""
-        tensor = self._file.load(name).float()
-        if self._transform is not None:
-            tensor = self._transform(name, tensor)
-        return tensor.contiguous()
 
 
 class NativeLayer(nn.Module):
@@ -96,22 +42,15 @@ class NativeLayer(nn.Module):
         super().__init__()
         self.spec = spec
         self._library = library
-        self._kept: list[Tensor] = []  # what the structure points to
-        present = set(names)
-        fields = {
-            field: self._matrix(f"{prefix}{name}", f"{name}.bias" in present, weights)
-            for field, name in _MATRICES.items()
-            if f"{name}.weight" in present
-        }
-        vectors = {
-            field: self._keep(weights.vector(f"{prefix}{name}.weight"))
-            for field, name in _VECTORS.items()
-            if f"{name}.weight" in present
-        }
-        self._attn_norm = vectors["attn_norm"]
+        self._tensors = tensors = LayerTensors(weights, prefix, names)
+        self.attn_norm = NativeRMSNorm(library, tensors.vector("attn_norm.weight"), spec.rms_eps)
         scale = 1.0
         if spec.has_output_scale:
-            scale = float(weights.vector(f"{prefix}layer_output_scale.weight"))
+            scale = float(tensors.vector("layer_output_scale.weight"))
+        self._experts = expert_struct(spec, tensors) if spec.n_expert else None
+        self._delta_net = None
+        if isinstance(spec, DeltaNetSpec):
+            self._delta_net = delta_net_struct(spec, tensors)
         self._struct = Layer(
             n_embd=spec.n_embd,
             n_head=spec.n_head,
@@ -121,25 +60,19 @@ class NativeLayer(nn.Module):
             n_ff=spec.n_ff,
             window=spec.window,
             shares_kv=spec.shares_kv,
+            has_value_norm=spec.has_value_norm,
             uses_gelu=spec.activation == "gelu_tanh",
             quantises=activations == "int8",
             rms_eps=spec.rms_eps,
             attention_scale=spec.attention_scale,
             value_scale=spec.value_scale,
             output_scale=scale,
-            **fields,
-            **{field: vector.data_ptr() for field, vector in vectors.items()},
+            experts=_address(self._experts),
+            delta_net=_address(self._delta_net),
+            attn_norm=tensors.address(self.attn_norm.weight),
+            **_mixing_fields(spec, tensors),
+            **_feed_forward_fields(spec, tensors),
         )
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._kept.append(tensor)
-        return tensor
-
-    def _matrix(self, name: str, has_bias: bool, weights: Weights) -> object:
-        packed = weights.matrix(f"{name}.weight")
-        self._keep(packed.data)
-        bias = self._keep(weights.vector(f"{name}.bias")) if has_bias else None
-        return matrix_struct(packed, bias)
 
     def forward(
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor], rows: Rows
@@ -151,19 +84,45 @@ class NativeLayer(nn.Module):
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor]
     ) -> None:
         """See `DecoderLayer.remember`. Raises `CacheError` if it is full."""
-        n = hidden.shape[0]
-        normed = self._library.rms_norm(hidden, self._attn_norm, self.spec.rms_eps)
+        self._write(self.attn_norm(hidden), cache, layer, rotary)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.keys_values`."""
+        n = x.shape[0]
+        cache = KVCache([self.spec.cache_shape], n, device=x.device)
+        self._write(x, cache, 0, rotary)
+        cache.advance(n)
+        keys, values = cache.committed(0, torch.float32)
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def _write(
+        self, normed: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor]
+    ) -> None:
+        """Writes the keys and values of rows [T, D] behind those in the cache."""
+        n = normed.shape[0]
         tables = _table(rotary[0], n), _table(rotary[1], n)
         call = self.call(cache, layer, n, tables)
-        self._library.write_keys_values([call], normed, cache.length)
+        rows = floats(normed, (n, self._struct.k.cols))
+        self._library.write_keys_values([call], rows, cache.length)
 
-    def call(self, cache: KVCache, layer: int, n: int, rotary: tuple[Tensor, Tensor]) -> LayerCall:
-        """What the kernels are told about ``n`` rows; valid as long as cache and tables live."""
+    def call(
+        self,
+        cache: KVCache,
+        layer: int,
+        n: int,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        keeps_every_state: bool = False,
+    ) -> LayerCall:
+        """What the kernels are told about ``n`` rows; valid as long as cache and tables live.
+
+        With ``keeps_every_state`` a recurrent layer keeps its state behind every row.
+        """
         cos, sin = rotary
         keys, values = cache.reserve(layer, n)
         if keys.dtype not in CACHE_TYPES or values.dtype not in CACHE_TYPES:
             raise CacheError("native kernels: keys and values must be f32, f16 or bf16")
-        return LayerCall(
+        call = LayerCall(
             ctypes.addressof(self._struct),
             keys.data_ptr(),
             values.data_ptr(),
@@ -174,6 +133,49 @@ class NativeLayer(nn.Module):
             sin.data_ptr(),
             2 * cos.shape[1],
         )
+        if self._delta_net is not None:
+            add_states(call, cache, layer, n, keeps_every_state=keeps_every_state)
+        return call
+
+
+def _address(structure: ctypes.Structure | None) -> int | None:
+    return None if structure is None else ctypes.addressof(structure)
+
+
+def _mixing_fields(spec: LayerSpec, tensors: LayerTensors) -> dict[str, Any]:
+    """Fields of `Layer`: the branch that mixes rows, and what comes behind it."""
+    fields: dict[str, Any] = {}
+    if isinstance(spec, DeltaNetSpec):
+        fields["output"] = tensors.matrix("ssm_out")
+    else:
+        fields |= _projections(spec, tensors)
+        fields["gates_output"] = fields["q"].rows != spec.n_head * spec.head_dim
+        fields["output"] = tensors.matrix("attn_output")
+    fields |= {name: tensors.pointer(f"attn_{name}.weight") for name in ("q_norm", "k_norm")}
+    fields["sinks"] = tensors.pointer("attn_sinks.weight")
+    if spec.has_post_norms:
+        fields["post_attention_norm"] = tensors.pointer("post_attention_norm.weight")
+    return fields
+
+
+def _projections(spec: LayerSpec, tensors: LayerTensors) -> dict[str, Matrix]:
+    """The matrices of queries, keys and values, which may be one in the file."""
+    if not tensors.has("attn_qkv.weight"):
+        present = [name for name in "qkv" if tensors.has(f"attn_{name}.weight")]
+        return {name: tensors.matrix(f"attn_{name}") for name in present}
+    n_q, n_k = spec.n_head * spec.head_dim, spec.n_head_kv * spec.head_dim
+    pieces = tensors.pieces("attn_qkv", n_q, n_k, spec.n_head_kv * spec.head_dim_v)
+    return dict(zip("qkv", pieces, strict=True))
+
+
+def _feed_forward_fields(spec: LayerSpec, tensors: LayerTensors) -> dict[str, Any]:
+    """Fields of `Layer`: the feed-forward branch unless it is routed, and the norms around it."""
+    fields: dict[str, Any] = {"ffn_norm": tensors.pointer(f"{spec.ffn_norm}.weight")}
+    if not spec.n_expert:
+        fields |= {name: tensors.matrix(f"ffn_{name}") for name in ("gate", "up", "down")}
+    if spec.has_post_norms:
+        fields["post_ffw_norm"] = tensors.pointer("post_ffw_norm.weight")
+    return fields
 
 
 def run_layers(
@@ -193,7 +195,7 @@ def run_layers(
     out = floats(hidden, (n, layers[0].spec.n_embd)).clone()
     tables = {id(pair): (_table(pair[0], n), _table(pair[1], n)) for pair in rotary}
     calls = [
-        layer.call(cache, first + i, n, tables[id(pair)])
+        layer.call(cache, first + i, n, tables[id(pair)], keeps_every_state=rows.exact)
         for i, (layer, pair) in enumerate(zip(layers, rotary, strict=True))
     ]
     library.run_layers(calls, out, rows.start)

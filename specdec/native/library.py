@@ -40,17 +40,48 @@ class Matrix(ctypes.Structure):
     )
 
 
+class ExpertMatrices(ctypes.Structure):
+    """``ExpertMatrices`` of layer.h."""
+
+    _fields_ = (("first", Matrix), ("bytes", _INT))
+
+
+class Experts(ctypes.Structure):
+    """``Experts`` of layer.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("n_expert", "n_used", "uses_sigmoid", "is_normalised")),
+        *((name, _FLOAT) for name in ("weight_scale", "min_weight_sum")),
+        *(("router", Matrix), ("bias", _POINTER)),
+        *((name, ExpertMatrices) for name in ("gate", "up", "down")),
+        ("n_ff_shared", _INT),
+        *((name, Matrix) for name in ("shared_gate", "shared_up", "shared_down")),
+    )
+
+
+class DeltaNet(ctypes.Structure):
+    """``DeltaNet`` of layer.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("n_key_heads", "n_value_heads", "state_size", "conv_kernel")),
+        *((name, Matrix) for name in ("qkv", "gate", "alpha", "beta")),
+        *((name, _POINTER) for name in ("convolution", "dt", "a", "norm")),
+    )
+
+
 class Layer(ctypes.Structure):
     """``Layer`` of layer.h."""
 
     _fields_ = (
         *((name, _INT) for name in ("n_embd", "n_head", "n_head_kv", "head_dim", "head_dim_v")),
-        *((name, _INT) for name in ("n_ff", "window", "shares_kv", "uses_gelu", "quantises")),
+        *((name, _INT) for name in ("n_ff", "window", "shares_kv", "has_value_norm")),
+        *((name, _INT) for name in ("gates_output", "uses_gelu", "quantises")),
         *((name, _FLOAT) for name in ("rms_eps", "attention_scale", "value_scale")),
         ("output_scale", _FLOAT),
         *((name, Matrix) for name in ("q", "k", "v", "output", "gate", "up", "down")),
         *((name, _POINTER) for name in ("attn_norm", "ffn_norm", "q_norm", "k_norm", "sinks")),
-        *((name, _POINTER) for name in ("post_attention_norm", "post_ffw_norm")),
+        *((name, _POINTER) for name in ("post_attention_norm", "post_ffw_norm", "experts")),
+        ("delta_net", _POINTER),
     )
 
 
@@ -62,6 +93,8 @@ class LayerCall(ctypes.Structure):
         *((name, _INT) for name in ("capacity", "key_type", "value_type")),
         *((name, _POINTER) for name in ("cos", "sin")),
         ("n_rot", _INT),
+        *((name, _POINTER) for name in ("inputs", "memory")),
+        *((name, ctypes.POINTER(_POINTER)) for name in ("inputs_behind", "memory_behind")),
     )
 
 
@@ -85,6 +118,8 @@ class Library:
         except OSError as error:
             raise UnsupportedError(f"native kernels: {path} cannot be loaded: {error}") from None
         for structure, size in (
+            (Experts, lib.specdec_experts_size),
+            (DeltaNet, lib.specdec_delta_net_size),
             (Layer, lib.specdec_layer_size),
             (LayerCall, lib.specdec_call_size),
             (Pass, lib.specdec_pass_size),

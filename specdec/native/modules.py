@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from specdec.gguf_file import GGUFFile
 from specdec.models.layers import DecoderLayer
-from specdec.native import knows
+from specdec.native import knows_layer
 from specdec.native.layer import (
-    LAYER_PARTS,
     NativeEmbedding,
     NativeLayer,
     NativeLinear,
     NativeRMSNorm,
-    Transform,
-    Weights,
 )
 from specdec.native.library import Library
+from specdec.native.weights import Transform, Weights
 from specdec.options import Activations
-
-AS_TENSORS = ("attn_qkv", "ffn_gate_inp")
-"""Matrices that layers read as tensors; only modules that are called can be replaced."""
 
 
 class Packer:
@@ -43,7 +39,7 @@ class Packer:
         embedding table. The module is on the meta device; what stays has torch's parameters.
         """
         for name, child in list(module.named_children()):
-            native = self._native(child, f"{prefix}{name}") if name not in AS_TENSORS else None
+            native = self._native(child, f"{prefix}{name}")
             if native is not None:
                 module.add_module(name, native)
             self.pack(native or child, f"{prefix}{name}.")
@@ -62,10 +58,13 @@ class Packer:
 
     def _native(self, module: nn.Module, path: str) -> nn.Module | None:
         """What takes the place of one module; None if it stays."""
-        if type(module) is DecoderLayer and knows(module.spec):
+        if knows_layer(module):
+            assert isinstance(module, DecoderLayer)
             layer = self.layer(module, path)
+            with torch.device("meta"):
+                own = dict(module.spec.new_layer().named_children())
             for name, child in module.named_children():
-                if name not in LAYER_PARTS:
+                if name not in own:
                     layer.add_module(name, child)
             return layer
         if isinstance(module, nn.Linear):

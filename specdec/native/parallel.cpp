@@ -120,7 +120,7 @@ Pool& shared_pool() {
 void Steps::take_part(int index) {
   for (Step& step : steps_) {
     for (int64_t chunk; (chunk = step.take(index)) < step.n_chunks;) {
-      step.work(part_of(step.count, chunk, step.n_chunks), index);
+      step.work(part_of(step.count(), chunk, step.n_chunks), index);
       step.done.fetch_add(1, std::memory_order_release);
     }
     for (Patience patience; step.done.load(std::memory_order_acquire) < step.n_chunks;)

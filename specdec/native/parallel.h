@@ -23,8 +23,9 @@ inline Range part_of(int64_t count, int64_t index, int64_t parts) {
 // order; then it helps with those of others.
 class Step {
  public:
-  Step(int64_t count, int64_t n_chunks, int n_shares, std::function<void(Range, int)> work)
-      : count(count), n_chunks(n_chunks), work(std::move(work)), shares_(n_shares) {
+  Step(std::function<int64_t()> count, int64_t n_chunks, int n_shares,
+       std::function<void(Range, int)> work)
+      : count(std::move(count)), n_chunks(n_chunks), work(std::move(work)), shares_(n_shares) {
     for (int i = 0; i < n_shares; i++) {
       const Range range = part_of(n_chunks, i, n_shares);
       shares_[i].next = range.first, shares_[i].end = range.last;
@@ -43,7 +44,8 @@ class Step {
     return n_chunks;
   }
 
-  const int64_t count, n_chunks;
+  const std::function<int64_t()> count;  // asked when the step before is done
+  const int64_t n_chunks;
   const std::function<void(Range, int)> work;  // (items, index of the thread)
   alignas(64) std::atomic<int64_t> done{0};
 
@@ -61,8 +63,13 @@ class Steps {
 
   // A step over `count` items in a few chunks for every thread.
   void add(int64_t count, std::function<void(Range, int)> work) {
-    const int64_t most = n_threads == 1 ? 1 : CHUNKS * n_threads;
-    steps_.emplace_back(count, count < most ? count : most, n_threads, std::move(work));
+    const int64_t n_chunks = count < most_chunks() ? count : most_chunks();
+    steps_.emplace_back([count] { return count; }, n_chunks, n_threads, std::move(work));
+  }
+
+  // A step whose number of items depends on what the steps before it write.
+  void add_late(std::function<int64_t()> count, std::function<void(Range, int)> work) {
+    steps_.emplace_back(std::move(count), most_chunks(), n_threads, std::move(work));
   }
 
   // Takes part in all steps as thread number `index`; returns when the last one is done. What a step's
@@ -73,6 +80,7 @@ class Steps {
 
  private:
   static constexpr int64_t CHUNKS = 4;
+  int64_t most_chunks() const { return n_threads == 1 ? 1 : CHUNKS * n_threads; }
   std::deque<Step> steps_;
 };
 

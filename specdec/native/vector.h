@@ -380,4 +380,9 @@ inline f32x16 exp(const f32x16& exponent) {
   return result;
 }
 
+// 1 / (1 + e^-x)
+inline f32x16 logistic(const f32x16& x) {
+  return broadcast(1.0f) / (broadcast(1.0f) + exp(broadcast(0.0f) - x));
+}
+
 }  // namespace specdec

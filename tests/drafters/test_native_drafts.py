@@ -173,20 +173,21 @@ def test_mtp_agrees_with_torch(name: str, mtp_files: dict[str, GGUFFile]) -> Non
     plain, native = (mtp(mtp_files, name, kernels) for kernels in ("torch", "native"))
     whole = mtp_logits(native, (20,))
     assert_close(whole, mtp_logits(plain, (20,)))
-    if name in ("hy_v3", "qwen35", "separate"):
+    if name != "gemma4":
         for sizes in ((1,) * 20, (1, 12, 7)):
             assert_same(mtp_logits(native, sizes), whole)
 
 
 def test_layers_that_the_kernels_know_run_whole(mtp_files: dict[str, GGUFFile]) -> None:
-    known = {name: mtp(mtp_files, name, "auto")._layers for name in ("hy_v3", "qwen35")}  # type: ignore[attr-defined]
-    assert isinstance(known["hy_v3"][0], NativeLayer)
-    assert not isinstance(known["qwen35"][0], NativeLayer)
-    assert isinstance(known["qwen35"][0].ffn_down, NativeLinear)
+    for name in ("hy_v3", "mimo2", "qwen35", "separate"):
+        layers = mtp(mtp_files, name, "native")._layers  # type: ignore[attr-defined]
+        assert all(isinstance(layer, NativeLayer) for layer in layers)
+    assistant = mtp(mtp_files, "gemma4", "native").assistant  # type: ignore[attr-defined]
+    assert isinstance(assistant.layers[0].ffn_down, NativeLinear)
 
 
 def test_biases_are_added(tmp_path: Path) -> None:
-    """glm4moe's name for a norm keeps its layer on torch; its queries have a bias."""
+    """Queries, keys and values of glm4moe have some."""
     random = np.random.default_rng(5)
     more = {
         f"blk.{layer}.attn_{name}.bias": random.standard_normal(size).astype(np.float32)

@@ -16,6 +16,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
 from specdec.models.base import Target
 from specdec.models.rows import ROW_BLOCK
+from specdec.options import Kernels
 
 VECTORS = Path(__file__).parent.parent / "data" / "vectors"
 FILES = {
@@ -32,10 +33,16 @@ FILES = {
 DISTINCT = ("mtp_hyv3", "mtp_glm4moe", "mtp_mimo2", "mtp_qwen35", "mtp_gemma4")
 
 
+def with_kernels(*names: str) -> list[tuple[str, Kernels]]:
+    """Every file with every back end."""
+    back_ends: tuple[Kernels, ...] = ("torch", "native")
+    return [(name, kernels) for name in names for kernels in back_ends]
+
+
 @functools.cache
-def target_of(name: str) -> Target:
+def target_of(name: str, kernels: Kernels = "torch") -> Target:
     with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
-        return load_target(file)
+        return load_target(file, kernels=kernels)
 
 
 def recording(name: str) -> dict[str, torch.Tensor]:
@@ -48,9 +55,9 @@ def recording(name: str) -> dict[str, torch.Tensor]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", FILES)
-def test_logits_and_greedy_text(name: str) -> None:
-    target, values = target_of(name), recording(name)
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*FILES))
+def test_logits_and_greedy_text(name: str, kernels: Kernels) -> None:
+    target, values = target_of(name, kernels), recording(name)
     tolerance = 2e-2 if name == "mtp_gemma4" else 1e-4  # ggml's GELU is a half-precision table
     for prompt in ("p0", "p1"):
         if f"{prompt}_ids" not in values:
@@ -66,9 +73,9 @@ def test_logits_and_greedy_text(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", DISTINCT)
-def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
-    target, ids = target_of(name), recording(name)["prompt_ids"]
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*DISTINCT))
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, kernels: Kernels) -> None:
+    target, ids = target_of(name, kernels), recording(name)["prompt_ids"]
     one_by_one = target.new_cache(512)
     alone = torch.cat([target(one, one_by_one).logits for one in ids.split(1)])
     for size in (2, ROW_BLOCK, ROW_BLOCK + 1, len(ids)):
@@ -78,9 +85,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", DISTINCT)
-def test_prompt_chunks_agree_with_single_rows(name: str) -> None:
-    target, ids = target_of(name), recording(name)["prompt_ids"]
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*DISTINCT))
+def test_prompt_chunks_agree_with_single_rows(name: str, kernels: Kernels) -> None:
+    target, ids = target_of(name, kernels), recording(name)["prompt_ids"]
     taps = (*range(target.n_taps), -1)
     expected = target(ids, target.new_cache(512), taps=taps)
     for size in (len(ids), 9):
@@ -92,9 +99,11 @@ def test_prompt_chunks_agree_with_single_rows(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", DISTINCT)
-def test_the_last_taps_are_the_state_before_and_after_the_output_norm(name: str) -> None:
-    target, ids = target_of(name), recording(name)["prompt_ids"]
+@pytest.mark.parametrize(("name", "kernels"), with_kernels(*DISTINCT))
+def test_the_last_taps_are_the_state_before_and_after_the_output_norm(
+    name: str, kernels: Kernels
+) -> None:
+    target, ids = target_of(name, kernels), recording(name)["prompt_ids"]
     before, after = target(
         ids, target.new_cache(64), taps=(target.config.n_layer, -1)
     ).hidden.unbind(1)
@@ -106,8 +115,9 @@ def test_the_last_taps_are_the_state_before_and_after_the_output_norm(name: str)
 
 
 @torch.inference_mode()
-def test_a_layers_keys_and_values_can_be_made_again_from_its_tap() -> None:
-    target, ids = target_of("mtp_gemma4"), recording("mtp_gemma4")["prompt_ids"]
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_layers_keys_and_values_can_be_made_again_from_its_tap(kernels: Kernels) -> None:
+    target, ids = target_of("mtp_gemma4", kernels), recording("mtp_gemma4")["prompt_ids"]
     cache = target.new_cache(64)
     hidden = target(ids, cache, taps=range(3)).hidden
     for layer in range(3):
@@ -147,6 +157,12 @@ def test_relatives_of_known_architectures_are_refused_by_name(tmp_path: Path, na
         ("hy_v3", {"expert_used_count": 9}, ModelFileError, "expert_used_count must be 1 to 5"),
         ("qwen35", {"nextn_predict_layers": None}, ModelFileError, "blk.2.ssm_a is missing"),
         ("qwen35", {"full_attention_interval": 0}, ModelFileError, "is 0, expected above 0"),
+        (
+            "qwen35",
+            {"attention.value_length": 16},
+            ModelFileError,
+            "is 16, expected 8",
+        ),
         ("qwen35", {"ssm.group_count": 3}, ModelFileError, "do not fit"),
         ("qwen35", {"ssm.conv_kernel": 3}, ModelFileError, "ssm_conv1d.weight"),
         ("mimo2", {"attention.sliding_window_pattern": [True]}, ModelFileError, "pattern"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec import native
 from specdec.errors import UnsupportedError
 from specdec.gguf_file import GGUFFile
 from specdec.models import load_target
@@ -65,6 +66,11 @@ def test_a_compiler_that_fails(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(unbuilt.iterdir()) == []
 
 
+def test_every_file_is_part_of_the_fingerprint() -> None:
+    files = {path.name for path in build.FOLDER.iterdir() if path.suffix in (".cpp", ".h")}
+    assert files == {*build.SOURCES, *build.HEADERS}
+
+
 def test_two_processes_build_at_once(unbuilt: Path) -> None:
     """A fast stand-in for the compiler: what counts is that nobody sees half a file."""
     script = unbuilt.parent / "compiler"
@@ -96,7 +102,10 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
         library.Library(str(path))
 
 
-def test_layers_that_the_kernels_do_not_know(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_the_kernels_do_not_know(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "KNOWN_FIELDS", ())
     with caplog.at_level(logging.INFO):
         logits("auto", "tgt_qwen3moe")
     assert "has layers that they do not know; running on torch" in caplog.text

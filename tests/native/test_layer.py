@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
-from torch import Tensor
+from native_layers import (
+    Run,
+    assert_agrees,
+    assert_chunks_leave_the_same,
+    assert_rounding_is_small,
+    assert_row_invariant,
+    build,
+    new_plain,
+    random_rows,
+    to_native,
+)
 
 from specdec.errors import CacheError
 from specdec.kv_cache import KVCache
-from specdec.models.layers import DecoderLayer, LayerSpec, RopeSpec, RotaryEmbedding
-from specdec.models.rows import Rows
-from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
+from specdec.models.layers import LayerSpec, RopeSpec
+from specdec.models.mimo2 import FusedSpec
+from specdec.models.qwen35 import GatedSpec
+from specdec.native.layer import NativeLinear, NativeRMSNorm
 from specdec.native.library import load_library
-from specdec.native.packing import PackedMatrix, pack
-from specdec.options import Activations
+from specdec.native.packing import pack
 
 PLAIN = LayerSpec(
     n_embd=48,
@@ -29,6 +39,13 @@ PLAIN = LayerSpec(
     rope=RopeSpec(16, 10000.0),
     attention_scale=0.25,
 )
+ODD = {"n_embd": 37, "n_ff": 51, "head_dim": 10, "head_dim_v": 10, "rope": RopeSpec(6, 1e4)}
+
+
+def fields_of(spec: LayerSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in fields(spec)}
+
+
 VARIANTS = {
     "plain": PLAIN,
     "norms": replace(PLAIN, has_qk_norm=True, has_post_norms=True),
@@ -38,6 +55,10 @@ VARIANTS = {
     "sinks": replace(PLAIN, has_sinks=True, window=7),
     "scales": replace(PLAIN, value_scale=1.5, has_output_scale=True),
     "shared": replace(PLAIN, shares_kv=True, has_qk_norm=True),
+    "value norm": replace(PLAIN, has_value_norm=True, head_dim_v=20),
+    "one matrix": FusedSpec(**(fields_of(PLAIN) | {"has_sinks": True, "head_dim_v": 12})),
+    "gates": GatedSpec(**(fields_of(PLAIN) | {"has_qk_norm": True})),
+    "odd gates": GatedSpec(**(fields_of(PLAIN) | {"has_qk_norm": True} | ODD)),
     "partial": replace(PLAIN, rope=RopeSpec(6, 10000.0)),
     "wide": replace(PLAIN, head_dim=80, head_dim_v=144, rope=RopeSpec(80, 10000.0)),
     "odd": replace(
@@ -45,132 +66,40 @@ VARIANTS = {
     ),
     "one head": replace(PLAIN, n_head=1, n_head_kv=1),
 }
-DEPTHS = (0, 1, 255, 1000)
-
-
-class ModuleWeights(Weights):
-    """The parameters of a torch module in place of a file's tensors."""
-
-    def __init__(self, module: torch.nn.Module, ggml_type: str) -> None:
-        self._state, self._type = module.state_dict(), ggml_type
-
-    def matrix(self, name: str) -> PackedMatrix:
-        weight = self._state[name].contiguous()
-        if self._type == "F32":
-            return pack(weight.view(torch.uint8), "F32", weight.shape[1])
-        raw = quants.quantize(weight.numpy(), GGMLQuantizationType[self._type])
-        return pack(torch.from_numpy(raw), self._type, weight.shape[1])
-
-    def vector(self, name: str) -> Tensor:
-        return self._state[name].contiguous()
-
-
-def build(
-    spec: LayerSpec, ggml_type: str = "F32", activations: Activations = "f32"
-) -> tuple[DecoderLayer, NativeLayer]:
-    generator = torch.Generator().manual_seed(spec.n_ff)
-    plain = DecoderLayer(spec).requires_grad_(False)
-    for name, weight in plain.named_parameters():
-        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-    names = list(plain.state_dict())
-    weights = ModuleWeights(plain, ggml_type)
-    return plain, NativeLayer(load_library(), spec, names, "", weights, activations)
-
-
-class Run:
-    """A layer with a cache of its own."""
-
-    def __init__(
-        self,
-        layer: DecoderLayer | NativeLayer,
-        dtype_k: torch.dtype = torch.float32,
-        dtype_v: torch.dtype = torch.float32,
-    ) -> None:
-        self.layer, spec = layer, layer.spec
-        device = torch.device("cpu")
-        self.cache = KVCache(
-            [spec.cache_shape], 2048, device=device, dtype_k=dtype_k, dtype_v=dtype_v
-        )
-        self.rotary = RotaryEmbedding(spec.rope)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        n = hidden.shape[0]
-        positions = torch.arange(self.cache.length, self.cache.length + n)
-        rows = Rows(self.cache.length, n, exact=False)
-        out: Tensor = self.layer(hidden, self.cache, 0, self.rotary(positions), rows)
-        self.cache.advance(n)
-        return out
-
-
-def random_rows(spec: LayerSpec, n: int) -> Tensor:
-    return torch.randn(n, spec.n_embd, generator=torch.Generator().manual_seed(n))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_agrees_with_the_torch_layer(name: str) -> None:
-    plain, native = (Run(layer) for layer in build(VARIANTS[name]))
-    for n in (3, 1, 20, 1, 2):
-        hidden = random_rows(VARIANTS[name], n)
-        torch.testing.assert_close(native(hidden), plain(hidden), atol=2e-5, rtol=1e-5)
-    for ours, theirs in zip(
-        native.cache.committed(0, torch.float32),
-        plain.cache.committed(0, torch.float32),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_agrees(*build(VARIANTS[name]))
 
 
 QUANTISED = replace(PLAIN, n_embd=64, n_ff=96, head_dim=32, head_dim_v=32)
 QUANTISED_VARIANTS = {
     "Q4_1": QUANTISED,
     "Q8_0": replace(QUANTISED, has_qk_norm=True, has_post_norms=True),
+    "Q4_0": FusedSpec(**fields_of(QUANTISED)),
+    "BF16": GatedSpec(**(fields_of(QUANTISED) | {"has_qk_norm": True})),
+    "Q5_1": GatedSpec(**(fields_of(QUANTISED) | {"has_qk_norm": True})),
     "Q5_0": replace(QUANTISED, n_head=8, n_head_kv=4, head_dim=16, head_dim_v=16),
 }
 
 
-@pytest.mark.parametrize("ggml_type", QUANTISED_VARIANTS)
+@pytest.mark.parametrize("ggml_type", sorted({*QUANTISED_VARIANTS} - {"BF16"}))
 def test_eight_bit_activations_stay_close(ggml_type: str) -> None:
-    spec = QUANTISED_VARIANTS[ggml_type]
-    exact, rounded = (Run(build(spec, ggml_type, kind)[1]) for kind in ("f32", "int8"))
-    hidden = random_rows(spec, 20)
-    expected, found = exact(hidden) - hidden, rounded(hidden) - hidden
-    assert not torch.equal(found, expected)
-    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert_rounding_is_small(QUANTISED_VARIANTS[ggml_type], ggml_type)
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *QUANTISED_VARIANTS])
 def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
     spec = VARIANTS.get(name) or QUANTISED_VARIANTS[name]
-    run = Run(build(spec)[1] if name in VARIANTS else build(spec, name, "int8")[1])
-    hidden = random_rows(spec, 32)
-    before = torch.get_num_threads()
-    for depth in DEPTHS:
-        run.cache.truncate(0)
-        if depth:
-            run(random_rows(spec, depth))
-        alone = torch.cat([run(row) for row in hidden.split(1)])
-        for n_threads, n in [(1, n) for n in range(1, 33)] + [(2, n) for n in (1, 2, 7, 8, 32)]:
-            torch.set_num_threads(n_threads)
-            run.cache.truncate(depth)
-            assert torch.equal(run(hidden[:n]), alone[:n]), f"{n} rows at depth {depth}"
-        torch.set_num_threads(before)
+    _, native = build(spec) if name in VARIANTS else build(spec, name, "int8")
+    assert_row_invariant(native)
 
 
 def test_prompt_chunks_leave_the_same_cache() -> None:
     spec = VARIANTS["norms"]
     _, native = build(spec)
-    hidden = random_rows(spec, 300)
-    whole, whole_run = None, Run(native)
-    whole = whole_run(hidden)
-    for size in (1, 17, 256):
-        run = Run(native)
-        assert torch.equal(torch.cat([run(part) for part in hidden.split(size)]), whole)
-        for ours, theirs in zip(
-            run.cache.committed(0, torch.float32),
-            whole_run.cache.committed(0, torch.float32),
-            strict=True,
-        ):
-            assert torch.equal(ours, theirs)
+    assert_chunks_leave_the_same(native)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -233,11 +162,10 @@ def test_caches_round_as_torch_does() -> None:
     spec = replace(PLAIN, n_embd=16, n_head=1, n_head_kv=1, head_dim=16, head_dim_v=16)
     spec = replace(spec, rope=replace(spec.rope, n_rot=2))
     rows = numbers[: len(numbers) // 16 * 16].view(-1, 16)
-    plain, _ = build(spec)
+    plain = new_plain(spec)
     for matrix in (plain.attn_k, plain.attn_v):
         matrix.weight.copy_(torch.eye(16))
-    names = list(plain.state_dict())
-    layer = NativeLayer(load_library(), spec, names, "", ModuleWeights(plain, "F32"), "f32")
+    layer = to_native(plain)
     for dtype in (torch.float16, torch.bfloat16):
         cache = KVCache(
             [spec.cache_shape], len(rows), device=torch.device("cpu"), dtype_k=dtype, dtype_v=dtype

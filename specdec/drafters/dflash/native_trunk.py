@@ -11,8 +11,9 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import RotaryEmbedding
 from specdec.native import find_library, knows
-from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm, Weights
+from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm
 from specdec.native.library import LayerCall, Library, floats
+from specdec.native.weights import Weights
 from specdec.options import Activations, Kernels
 
 

@@ -1,0 +1,44 @@
+// Functions on rows that Python calls outside of layers.
+#include <cmath>
+
+#include "attention.h"
+#include "parallel.h"
+#include "vector.h"
+
+using namespace specdec;
+
+extern "C" {
+
+// out [n, rows] = x [n, cols] times the matrix; kept [n, kept_floats(cols)] is scratch memory.
+void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, int64_t bytes, float* kept,
+                      float* out, int64_t n_threads) {
+  const Input input{x, matrix->cols, n, kept, bytes};
+  Steps steps(static_cast<int>(n_threads));
+  steps.add(n * blocks_of(input.cols),
+            [&](Range range, int) { input.prepare(range.first, range.last); });
+  steps.add(groups(*matrix), [&](Range range, int) {
+    multiply(*matrix, input, range.first, range.last, out, matrix->rows);
+  });
+  run_steps(std::move(steps));
+}
+
+// Floats of memory for what specdec_multiply keeps of a row.
+int64_t specdec_kept(int64_t cols, int64_t bytes) { return kept_floats(cols, bytes); }
+
+void specdec_rms_norm(const float* x, const float* weight, int64_t n, int64_t cols, float eps,
+                      float* out) {
+  for (int64_t t = 0; t < n; t++) rms_norm(x + t * cols, weight, cols, eps, out + t * cols);
+}
+
+// x = cap * tanh(x / cap), in place.
+void specdec_softcap(float* x, int64_t count, float cap) {
+  const f32x16 one = broadcast(1.0f), two = broadcast(2.0f);
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t width = count - i < 16 ? count - i : 16;
+    const f32x16 doubled = load_partial(x + i, width) * broadcast(2.0f / cap);
+    const f32x16 tanh = one - two / (one + exp(doubled));
+    store_partial(x + i, tanh * broadcast(cap), width);
+  }
+}
+
+}  // extern "C"
