@@ -17,6 +17,8 @@ from specdec.errors import CacheError
 
 GROWTH = 256
 """Rows by which the buffers grow."""
+SPARE_STATES = 32
+"""Dropped states of a layer whose memory is kept, as fresh pages cost more than their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class KVCache:
             if shape.state
         }
         self._states: dict[int, dict[int, State]] = {}
+        self._spare: dict[int, list[State]] = {}
         self._checkpoint = 0
         self._reset_states()
 
@@ -109,10 +112,10 @@ class KVCache:
 
     def begin_pass(self) -> None:
         """Drops the states before the last ``n_states``; for the start of a forward."""
-        for states in self._states.values():
+        for layer, states in self._states.items():
             old = [n for n in states if n <= self.length - self.n_states and n != self._checkpoint]
             for length in old:
-                del states[length]
+                self._drop(layer, length)
 
     def checkpoint(self) -> None:
         """Keeps the states at this length, too, in place of the checkpoint before."""
@@ -121,6 +124,16 @@ class KVCache:
     def state(self, layer: int) -> State:
         """What a recurrent layer carries behind the committed rows; not to be written to."""
         return self._states[layer][self.length]
+
+    def new_state(self, layer: int) -> State:
+        """Memory for a state of a recurrent layer, perhaps that of one that was dropped.
+
+        Its numbers are arbitrary. For a back end that writes states itself.
+        """
+        spare = self._spare.setdefault(layer, [])
+        if spare:
+            return spare.pop()
+        return tuple(torch.empty_like(part) for part in self._zeros[layer])
 
     def put_state(self, layer: int, rows: int, state: State) -> None:
         """Keeps the state of a recurrent layer behind ``rows`` further rows."""
@@ -149,9 +162,14 @@ class KVCache:
         self.length = length
         if length == 0:
             self._reset_states()
-        for states in self._states.values():
+        for layer, states in self._states.items():
             for later in [n for n in states if n > length]:
-                del states[later]
+                self._drop(layer, later)
+
+    def _drop(self, layer: int, length: int) -> None:
+        state, spare = self._states[layer].pop(length), self._spare.get(layer)
+        if spare is not None and len(spare) < SPARE_STATES and state is not self._zeros[layer]:
+            spare.append(state)
 
     def _reset_states(self) -> None:
         self._states = {layer: {0: zeros} for layer, zeros in self._zeros.items()}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-
 from specdec.kv_cache import KVCache
 from specdec.models.delta_net import DeltaNetSpec
 from specdec.native.library import DeltaNet, LayerCall
@@ -39,7 +37,7 @@ def add_states(
     """
     before = cache.state(layer)
     n_states = n if keeps_every_state else min(n, 1)
-    states = [tuple(torch.empty_like(part) for part in before) for _ in range(n_states)]
+    states = [cache.new_state(layer) for _ in range(n_states)]
     for row, state in enumerate(states, start=n - n_states):
         cache.put_state(layer, row + 1, state)
     call.inputs, call.memory = (part.data_ptr() for part in before)

@@ -100,6 +100,34 @@ def test_more_states_are_kept_for_who_asks_for_them() -> None:
     assert cache.state(0)[0].tolist() == [6.0, 6.0]
 
 
+def test_memory_of_dropped_states_is_used_again() -> None:
+    """But never that of a state that can still be reached, nor the zeros at the start."""
+    shape = CacheShape(0, 0, 0, state=((2,), (3,)))
+    cache = KVCache([shape], 64, device=torch.device("cpu"), n_states=2)
+    addresses = set()
+    for step in range(1, 40):
+        cache.begin_pass()
+        for row in (1, 2, 3):
+            state = cache.new_state(0)
+            for part in state:
+                part.fill_(float(cache.length + row))
+            addresses.add(state[0].data_ptr())
+            cache.put_state(0, row, state)
+        cache.advance(3)
+        cache.truncate(cache.length - 2)
+        if step == 7:
+            cache.checkpoint()
+        assert [part[0].item() for part in cache.state(0)] == [float(step)] * 2
+        if step > 8:
+            held = [n for n in (7, step - 1, step) if cache.reachable(n) == n]
+            assert held == [7, step - 1, step] or step == 9
+    assert len(addresses) <= 8
+    cache.truncate(7)
+    assert cache.state(0)[1].tolist() == [7.0] * 3
+    cache.truncate(0)
+    assert not any(part.any() for part in cache.state(0))
+
+
 def test_the_delta_rule_replaces_what_a_key_held() -> None:
     """With unit keys, beta 1 and no decay, a key reads back the value it was given last."""
     key = torch.nn.functional.normalize(torch.randn(2, 4), dim=-1)
