@@ -141,7 +141,7 @@ def decode(
         return
     prefill(target, cache, drafter, prompt[cache.length : -1], limits.n_batch, progress)
     cache.checkpoint()
-    last_token, n_emitted, finish = prompt[-1], 0, None
+    last_token, n_emitted, finish, device = prompt[-1], 0, None, target.device
     while finish is None:
         start = cache.length
         clock = [time.perf_counter()]
@@ -149,7 +149,7 @@ def decode(
         draft = drafter.draft(last_token, room) if room >= 1 else Draft(end="room")
         clock.append(time.perf_counter())
 
-        block = torch.tensor([last_token, *draft.tokens], device=target.device)
+        block = torch.tensor([last_token, *draft.tokens], device=device)
         output = target(block, cache, taps=drafter.taps)
         clock.append(time.perf_counter())
 
@@ -160,7 +160,10 @@ def decode(
         cache.truncate(start + keep)
         if draft.tokens:
             drafter.accept(keep - 1)
-        drafter.observe(block[:keep], None if output.hidden is None else output.hidden[:keep])
+        hidden = output.hidden
+        if keep <= len(draft.tokens):
+            block, hidden = block[:keep], None if hidden is None else hidden[:keep]
+        drafter.observe(block, hidden)
         clock.append(time.perf_counter())
 
         n_emitted, last_token = n_emitted + keep, emitted[keep - 1]

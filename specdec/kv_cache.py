@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,8 @@ class KVCache:
             for layer, shape in enumerate(shapes)
             if shape.state
         }
+        self.prepared: dict[tuple[int, ...], Any] = {}
+        """What a back end has made of the buffers' addresses; forgotten when one is replaced."""
         self._states: dict[int, dict[int, State]] = {}
         self._spare: dict[int, list[State]] = {}
         self._checkpoint = 0
@@ -175,6 +178,7 @@ class KVCache:
         self._states = {layer: {0: zeros} for layer, zeros in self._zeros.items()}
 
     def _grow(self, layer: int, rows: int) -> None:
+        self.prepared.clear()
         capacity = min(self.n_ctx, max(-(-rows // GROWTH), 1) * GROWTH)
         for buffers in (self._keys, self._values):
             old = buffers[layer]

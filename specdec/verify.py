@@ -17,7 +17,8 @@ from torch import Tensor
 from specdec.drafters.base import Draft
 from specdec.errors import UsageError
 from specdec.options import SpecOptions
-from specdec.sampling.chain import SamplerChain, best_tokens, stream_seed
+from specdec.sampling.candidates import Floats
+from specdec.sampling.chain import SamplerChain, best_tokens, host_rows, stream_seed
 
 
 class Verifier:
@@ -45,17 +46,18 @@ class Verifier:
         Every emitted token has been accepted by the chain.
         """
         if self.rates is not None:
-            return self._synthetic(draft, logits, self.rates)
+            return self._synthetic(draft, host_rows(logits), self.rates)
         if draft.q is not None and not self.chain.greedy and not self.chain.stateful:
-            return self._rejection(draft, logits)
+            return self._rejection(draft, host_rows(logits))
         return self._matching(draft, logits)
 
     def _matching(self, draft: Draft, logits: Tensor) -> list[int]:
         """The target's own samples, as long as the draft agrees with them."""
         emitted: list[int] = []
-        best = best_tokens(logits) if self.chain.greedy else None
-        for row, drafted in enumerate([*draft.tokens, None]):
-            token = best[row] if best is not None else self.chain.sample(logits[row])
+        samples = (  # drawn one by one, each after the one before is accepted
+            best_tokens(logits) if self.chain.greedy else map(self.chain.sample, host_rows(logits))
+        )
+        for row, (token, drafted) in enumerate(zip(samples, [*draft.tokens, None], strict=True)):
             self.chain.accept(token)
             emitted.append(token)
             more_drafted = row + 1 < len(draft.tokens)
@@ -63,13 +65,13 @@ class Verifier:
                 break
         return emitted
 
-    def _rejection(self, draft: Draft, logits: Tensor) -> list[int]:
+    def _rejection(self, draft: Draft, logits: Floats) -> list[int]:
         """Accepts d with probability min(1, p(d) / q(d)), else draws from max(0, p - q)."""
         assert draft.q is not None
         emitted: list[int] = []
         for row, token in enumerate(draft.tokens):
             p = self.chain.distribution(logits[row])
-            ids, q = draft.q.ids[row].to(p.device), draft.q.probs[row].to(p)
+            ids, q = draft.q.ids[row].cpu(), draft.q.probs[row].to(p)
             p_token = float(p[token])
             q_token = float(q[ids == token].sum())
             accepted = q_token > 0 and (p_token >= q_token or self._uniform() < p_token / q_token)
@@ -85,9 +87,9 @@ class Verifier:
         """A token from max(0, p - q), or from p where rounding leaves nothing of it."""
         rest = p.index_add(0, ids, -q).clamp(min=0)
         weights = rest if float(rest.sum()) > 0 else p
-        return int(torch.multinomial(weights.double().cpu(), 1, generator=self._generator))
+        return int(torch.multinomial(weights.double(), 1, generator=self._generator))
 
-    def _synthetic(self, draft: Draft, logits: Tensor, rates: Sequence[float]) -> list[int]:
+    def _synthetic(self, draft: Draft, logits: Floats, rates: Sequence[float]) -> list[int]:
         """Accepts by dice; the output is not the target's and only good for measuring."""
         emitted: list[int] = []
         before = 1.0

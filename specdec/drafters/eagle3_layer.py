@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor, nn
 
 from specdec.kv_cache import KVCache
 from specdec.models.layers import DecoderLayer, LayerSpec
 from specdec.models.rows import Rows
+from specdec.native.calls import layer_calls
 from specdec.native.library import LayerCall, Library, floats
 from specdec.native.modules import Packer
 
@@ -64,8 +67,8 @@ class NativePairLayer(nn.Module):
         """See `PairLayer.run`. Raises `CacheError` if the cache is not float32."""
         joined, hidden = _pair(self, embeddings, states)
         out = floats(hidden, (1, self.spec.n_embd)).clone()
-        call, inputs = self._call(joined, rotary, cache)
-        self._library.run_layers([call], out, cache.length, inputs=inputs)
+        calls, inputs = self._calls(joined, rotary, cache)
+        self._library.run_layers(calls, out, cache.length, inputs=inputs)
         return out
 
     def write_pairs(
@@ -73,16 +76,15 @@ class NativePairLayer(nn.Module):
     ) -> None:
         """See `PairLayer.write_pairs`. Raises `CacheError` if the cache is not float32."""
         joined, _ = _pair(self, embeddings, states)
-        call, inputs = self._call(joined, rotary, cache)
-        self._library.write_keys_values([call], inputs, cache.length)
+        calls, inputs = self._calls(joined, rotary, cache)
+        self._library.write_keys_values(calls, inputs, cache.length)
 
-    def _call(
+    def _calls(
         self, joined: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCache
-    ) -> tuple[LayerCall, Tensor]:
+    ) -> tuple[ctypes.Array[LayerCall], Tensor]:
         n = joined.shape[0]
-        cos, sin = (floats(table, (n, table.shape[1])) for table in rotary)
-        call = self._native.call(cache, 0, n, (cos, sin))
-        return call, floats(joined, (n, 2 * self.spec.n_embd))
+        calls = layer_calls([self._native], cache, 0, n, [rotary])
+        return calls, floats(joined, (n, 2 * self.spec.n_embd))
 
 
 def _pair(

@@ -33,9 +33,13 @@ Transform = Callable[[str, Tensor], Tensor]
 """Rearranges the rows of a tensor by name, once, at load; may be given rows of packed bytes."""
 
 
-RunLayers = Callable[..., Tensor]
-"""``(layers, hidden [T, D], cache, index of the first layer, rotary tables of each, rows)`` ->
-hidden [T, D], the rows appended to the cache."""
+RunLayers = Callable[..., tuple[Tensor, Tensor | None]]
+"""``(layers, hidden [T, D], cache, index of the first layer, rotary tables of each layer, rows,
+n_logits)`` -> (hidden [T, D], logits [n_logits, V] of the last rows or None).
+
+Rows are appended to the cache, and may be overwritten. Tables begin at position 0. ``n_logits`` is
+0 before the last layer; logits are None if they are left to the caller.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +112,17 @@ class Target(nn.Module):
         token_embd: nn.Module,
         output_norm: nn.Module,
         output: nn.Module,
-        softcap: nn.Module,
     ) -> None:
         """Runs on other modules, with the same signatures, that compute every row as if alone.
 
         Passes are then never split or padded: any number of rows gives the same numbers.
-        ``run_layers`` is called with all layers between two taps.
+        ``run_layers`` is called with all layers between two taps, and makes the logits, too.
         """
         self.blk = nn.ModuleList(layers)
         self._layers = list(layers)  # type: ignore[arg-type]
         self._run_layers = run_layers
         self.token_embd, self.output_norm = token_embd, output_norm  # type: ignore[assignment]
-        self.output, self.softcap = output, softcap  # type: ignore[assignment]
+        self.output = output  # type: ignore[assignment]
         self.is_row_invariant = True
 
     def new_cache(
@@ -160,19 +163,14 @@ class Target(nn.Module):
         many rows share the pass.
         """
         cache.begin_pass()
-        is_exact = logit_rows is None or tokens.shape[0] <= ROW_BLOCK
-        if self.is_row_invariant:
-            rows = Rows(cache.length, tokens.shape[0], exact=is_exact)
-            blocks = [self._run(tokens, cache, taps, rows)]
-        elif is_exact:
-            blocks = [self._exact(part, cache, taps) for part in torch.split(tokens, ROW_BLOCK)]
-        else:
-            blocks = [self._wide(tokens, cache, taps)]
-        wanted = tokens.shape[0] if logit_rows is None else logit_rows
-        return TargetOutput(
-            self._logits(torch.cat([final for final, _ in blocks])[tokens.shape[0] - wanted :]),
-            torch.cat([tapped for _, tapped in blocks]) if taps else None,
-        )
+        n = tokens.shape[0]
+        n_logits = n if logit_rows is None else min(logit_rows, n)
+        is_exact = logit_rows is None or n <= ROW_BLOCK
+        if is_exact and not self.is_row_invariant:
+            return self._exact(tokens, cache, taps, n_logits)
+        rows = Rows(cache.length, n, exact=is_exact)
+        final, tapped, logits = self._run(tokens, cache, taps, rows, n_logits)
+        return TargetOutput(self._logits(final, n_logits) if logits is None else logits, tapped)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table, [T] -> [T, D], without the architecture's scale."""
@@ -203,13 +201,11 @@ class Target(nn.Module):
             return self.output(hidden).float()  # type: ignore[no-any-return]
         return F.linear(hidden, self.token_embd.weight).float()
 
-    def _logits(self, final: Tensor) -> Tensor:
-        """Logits [R, V] of last hidden states [R, D], in blocks of `ROW_BLOCK` rows if need be."""
-        if self.is_row_invariant:
-            return self.softcap(self.lm_head(self.output_norm(final)))  # type: ignore[no-any-return]
-        blocks = torch.split(self.output_norm(final), ROW_BLOCK)
-        if not final.shape[0]:
+    def _logits(self, final: Tensor, n_logits: int) -> Tensor:
+        """Logits [n_logits, V] of the last of the rows [T, D], in blocks of `ROW_BLOCK` rows."""
+        if not n_logits:
             return final.new_empty(0, self.config.n_vocab)
+        blocks = torch.split(self.output_norm(final[-n_logits:]), ROW_BLOCK)
         return torch.cat([self._block_logits(block) for block in blocks])
 
     def _block_logits(self, normed: Tensor) -> Tensor:
@@ -217,40 +213,55 @@ class Target(nn.Module):
         logits: Tensor = self.softcap(self.lm_head(F.pad(normed, (0, 0, 0, ROW_BLOCK - count))))
         return logits[:count]
 
-    def _exact(self, tokens: Tensor, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        count = tokens.shape[0]
-        padded = F.pad(tokens, (0, ROW_BLOCK - count))
-        rows = Rows(cache.length, count, exact=True)
-        final, tapped = self._run(padded, cache, taps, rows)
-        return final[:count], tapped[:count]
-
-    def _wide(self, tokens: Tensor, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        rows = Rows(cache.length, tokens.shape[0], exact=False)
-        return self._run(tokens, cache, taps, rows)
+    def _exact(
+        self, tokens: Tensor, cache: KVCache, taps: Sequence[int], n_logits: int
+    ) -> TargetOutput:
+        """Blocks of `ROW_BLOCK` rows, the last one padded, one after the other."""
+        blocks: list[Tensor] = []
+        tapped: list[Tensor] = []
+        for part in torch.split(tokens, ROW_BLOCK):
+            count = part.shape[0]
+            padded = F.pad(part, (0, ROW_BLOCK - count))
+            rows = Rows(cache.length, count, exact=True)
+            final, taken, _ = self._run(padded, cache, taps, rows, 0)
+            blocks.append(final[:count])
+            if taken is not None:
+                tapped.append(taken[:count])
+        hidden = torch.cat(tapped) if tapped else None
+        return TargetOutput(self._logits(torch.cat(blocks), n_logits), hidden)
 
     def _run(
-        self, tokens: Tensor, cache: KVCache, taps: Sequence[int], rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """(last hidden state [T, D], taps [T, n_taps, D]); commits ``rows.count`` rows."""
-        positions = torch.arange(rows.start, rows.start + tokens.shape[0], device=tokens.device)
-        rotary = self.rotary(positions)
+        self, tokens: Tensor, cache: KVCache, taps: Sequence[int], rows: Rows, n_logits: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(last hidden state [T, D], taps [T, n_taps, D] if any, logits if the kernels make them).
+
+        Commits ``rows.count`` rows.
+        """
+        n, n_layer = tokens.shape[0], len(self._layers)
+        tables = [kind.tables(rows.start + n, tokens.device) for kind in self._rotary]
+        rotary = [tables[kind] for kind in self._rotary_of]
         hidden = self.embed(tokens)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self.config.embedding_scale
-        tapped = hidden.new_empty(tokens.shape[0], len(taps), self.config.n_embd)
-        n_layer = len(self._layers)
-        stops = sorted({tap for tap in taps if 0 < tap < n_layer} | {n_layer})
-        first = 0
-        for last in stops:
+        tapped = hidden.new_empty(n, len(taps), self.config.n_embd) if taps else None
+        logits, first = None, 0
+        for last in sorted({tap for tap in taps if 0 < tap < n_layer} | {n_layer}):
             _store(tapped, taps, first, hidden)
-            layers = self._layers[first:last]
-            hidden = self._run_layers(layers, hidden, cache, first, rotary[first:last], rows)
+            hidden, logits = self._run_layers(
+                self._layers[first:last],
+                hidden,
+                cache,
+                first,
+                rotary[first:last],
+                rows,
+                n_logits if last == n_layer else 0,
+            )
             first = last
         _store(tapped, taps, n_layer, hidden)
         if -1 in taps:
             _store(tapped, taps, -1, self.output_norm(hidden))
         cache.advance(rows.count)
-        return hidden, tapped
+        return hidden, tapped, logits
 
 
 def _run_one_by_one(
@@ -260,15 +271,18 @@ def _run_one_by_one(
     first: int,
     rotary: Sequence[tuple[Tensor, Tensor]],
     rows: Rows,
-) -> Tensor:
-    for index, (layer, tables) in enumerate(zip(layers, rotary, strict=True)):
-        hidden = layer(hidden, cache, first + index, tables, rows)
-    return hidden
+    _: int,
+) -> tuple[Tensor, None]:
+    end = rows.start + hidden.shape[0]
+    parts = {id(pair): (pair[0][rows.start : end], pair[1][rows.start : end]) for pair in rotary}
+    for index, (layer, pair) in enumerate(zip(layers, rotary, strict=True)):
+        hidden = layer(hidden, cache, first + index, parts[id(pair)], rows)
+    return hidden, None
 
 
-def _store(tapped: Tensor, taps: Sequence[int], layer: int, hidden: Tensor) -> None:
+def _store(tapped: Tensor | None, taps: Sequence[int], layer: int, hidden: Tensor) -> None:
     for slot, tap in enumerate(taps):
-        if tap == layer:
+        if tap == layer and tapped is not None:
             tapped[:, slot] = hidden
 
 

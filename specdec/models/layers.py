@@ -97,10 +97,14 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [T, n_rot / 2] float32, of positions [T] int64."""
-        needed = int(positions.max()) + 1
-        if needed > self._cos.shape[0]:
-            self._extend(max(needed, 2 * self._cos.shape[0], 512), positions.device)
-        return self._cos[positions], self._sin[positions]
+        cos, sin = self.tables(int(positions.max()) + 1, positions.device)
+        return cos[positions], sin[positions]
+
+    def tables(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The same of all positions up to ``end``, and perhaps more."""
+        if end > self._cos.shape[0]:
+            self._extend(max(end, 2 * self._cos.shape[0], 512), device)
+        return self._cos, self._sin
 
     def _extend(self, n: int, device: torch.device) -> None:
         inverse, magnitude = rope_frequencies(self.spec)

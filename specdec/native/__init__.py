@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 from collections import Counter
 from dataclasses import MISSING, fields
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
     from specdec.models.layers import LayerSpec
-    from specdec.native.library import Library
+    from specdec.native.library import Library, Rounding
     from specdec.options import Activations, Kernels
 
 log = logging.getLogger(__name__)
@@ -124,6 +123,9 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
     config = target.config
     tied = not hasattr(target, "output")
     norm = weights.vector("output_norm.weight")
+    output = weights.matrix("token_embd.weight" if tied else "output.weight")
+    # The best token depends on small differences of its numbers: eight bits are too few here.
+    rounding: Rounding = "int16" if activations == "int8" else "f32"
     target.use_row_invariant(
         layers=[
             native.NativeLayer(
@@ -131,16 +133,16 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
             )
             for i, layer in enumerate(target.layers)
         ],
-        run_layers=functools.partial(native.run_layers, library),
-        token_embd=native.NativeEmbedding(file, "token_embd.weight"),
-        output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
-        # The best token depends on small differences of its numbers: eight bits are too few here.
-        output=native.NativeLinear(
-            library,
-            weights.matrix("token_embd.weight" if tied else "output.weight"),
-            "int16" if activations == "int8" else "f32",
+        run_layers=native.LayerStack(
+            library, norm, config.rms_eps, output, rounding, config.logit_softcap
         ),
-        softcap=native.NativeSoftCap(library, config.logit_softcap),
+        token_embd=(
+            native.PackedEmbedding(library, output)
+            if tied
+            else native.NativeEmbedding(file, "token_embd.weight")
+        ),
+        output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
+        output=native.NativeLinear(library, output, rounding),
     )
     others = Counter(
         info.ggml_type

@@ -24,12 +24,12 @@ FOLDER = Path(__file__).parent
 SOURCES = (
     *("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "functions.cpp"),
     *("attention_branch.cpp", "feed_forward.cpp", "experts.cpp", "delta_net.cpp"),
-    "layer.cpp",
+    *("logits.cpp", "layer.cpp"),
 )
 HEADERS = (
     *("vector.h", "numbers.h", "bytes.h", "formats.h", "activations.h", "matmul.h", "layer.h"),
     *("parallel.h", "branch.h", "attention.h", "attention_branch.h", "feed_forward.h"),
-    *("experts.h", "delta_net.h"),
+    *("experts.h", "delta_net.h", "logits.h"),
 )
 COMMON_FLAGS = (
     "-std=c++17",

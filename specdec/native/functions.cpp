@@ -30,15 +30,13 @@ void specdec_rms_norm(const float* x, const float* weight, int64_t n, int64_t co
   for (int64_t t = 0; t < n; t++) rms_norm(x + t * cols, weight, cols, eps, out + t * cols);
 }
 
-// x = cap * tanh(x / cap), in place.
-void specdec_softcap(float* x, int64_t count, float cap) {
-  const f32x16 one = broadcast(1.0f), two = broadcast(2.0f);
-  for (int64_t i = 0; i < count; i += 16) {
-    const int64_t width = count - i < 16 ? count - i : 16;
-    const f32x16 doubled = load_partial(x + i, width) * broadcast(2.0f / cap);
-    const f32x16 tanh = one - two / (one + exp(doubled));
-    store_partial(x + i, tanh * broadcast(cap), width);
+// out [n, cols] = rows of the matrix, as an embedding table is read; 0 if there is no such row.
+int64_t specdec_rows(const Matrix* matrix, const int64_t* rows, int64_t n, float* out) {
+  for (int64_t t = 0; t < n; t++) {
+    if (rows[t] < 0 || rows[t] >= matrix->rows) return 0;
+    read_row(*matrix, rows[t], out + t * matrix->cols);
   }
+  return 1;
 }
 
 }  // extern "C"

@@ -5,11 +5,13 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 
 #include "attention.h"
 #include "attention_branch.h"
 #include "delta_net.h"
 #include "experts.h"
+#include "logits.h"
 
 namespace specdec {
 namespace {
@@ -125,6 +127,7 @@ int64_t specdec_experts_size() { return sizeof(Experts); }
 int64_t specdec_delta_net_size() { return sizeof(DeltaNet); }
 int64_t specdec_layer_size() { return sizeof(Layer); }
 int64_t specdec_call_size() { return sizeof(LayerCall); }
+int64_t specdec_head_size() { return sizeof(Head); }
 int64_t specdec_pass_size() { return sizeof(Pass); }
 
 // Floats of scratch memory that a pass needs; its own scratch is null.
@@ -134,10 +137,10 @@ int64_t specdec_scratch(const Pass* pass) {
   int64_t size = 0;
   for (int64_t i = 0; i < pass->n_layers; i++)
     size = largest_of(size, LayerPass(pass->calls[i], *pass, stream, scratch).scratch_size());
-  return size;
+  return pass->n_logits ? largest_of(size, LogitsPass(*pass, {nullptr}).scratch_size()) : size;
 }
 
-// The layers one after the other.
+// The layers one after the other, then the logits if they are wanted.
 void specdec_layers(const Pass* pass) {
   Scratch scratch{pass->scratch};
   const Stream stream(*pass, scratch);
@@ -150,6 +153,8 @@ void specdec_layers(const Pass* pass) {
   });
   for (size_t i = 0; i < layers.size(); i++)
     layers[i].add_steps(steps, i + 1 < layers.size() ? &layers[i + 1] : nullptr);
+  std::optional<LogitsPass> logits;
+  if (pass->n_logits) logits.emplace(*pass, Scratch{pass->scratch}).add_steps(steps);
   run_steps(std::move(steps));
 }
 

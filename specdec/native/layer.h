@@ -80,6 +80,15 @@ struct LayerCall {
   float *const *inputs_behind, *const *memory_behind;  // [n]
 };
 
+// From last hidden states to logits: a norm, the output matrix, c * tanh(logits / c).
+struct Head {
+  Matrix matrix;
+  const float* norm;
+  int64_t bytes;  // that an activation is rounded to, see Input
+  float eps;
+  float softcap;  // c; 0 = none
+};
+
 // n rows at positions start ... start + n - 1 through some layers.
 struct Pass {
   const LayerCall* calls;
@@ -88,6 +97,9 @@ struct Pass {
   float* hidden;   // [n, n_embd], replaced by the last layer's output
   float* scratch;  // specdec_scratch floats
   const float* inputs;  // [n, columns of q] what attention reads; null: the normed hidden rows
+  const Head* head;
+  float* logits;     // [n_logits, rows of the head's matrix] of the last rows
+  int64_t n_logits;  // 0 = none are wanted
 };
 
 }  // namespace specdec

@@ -18,9 +18,21 @@ from specdec.kv_cache import KVCache
 from specdec.models.delta_net import DeltaNetSpec
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
-from specdec.native.delta_net import add_states, delta_net_struct
+from specdec.native.calls import layer_calls
+from specdec.native.delta_net import delta_net_struct
 from specdec.native.experts import expert_struct
-from specdec.native.library import CACHE_TYPES, Layer, LayerCall, Library, Matrix, Rounding, floats
+from specdec.native.library import (
+    ACTIVATION_BYTES,
+    CACHE_TYPES,
+    Head,
+    Layer,
+    LayerCall,
+    Library,
+    Matrix,
+    Rounding,
+    floats,
+    matrix_struct,
+)
 from specdec.native.packing import PackedMatrix
 from specdec.native.weights import LayerTensors, Weights
 from specdec.options import Activations
@@ -78,7 +90,12 @@ class NativeLayer(nn.Module):
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor], rows: Rows
     ) -> Tensor:
         """[T, D] -> [T, D]; appends the rows to the cache. Raises `CacheError` if it is full."""
-        return run_layers(self._library, [self], hidden, cache, layer, [rotary], rows)
+        out = floats(hidden, (hidden.shape[0], self.spec.n_embd)).clone()
+        calls = layer_calls(
+            [self], cache, layer, out.shape[0], [rotary], keeps_every_state=rows.exact
+        )
+        self._library.run_layers(calls, out, rows.start)
+        return out
 
     def remember(
         self, hidden: Tensor, cache: KVCache, layer: int, rotary: tuple[Tensor, Tensor]
@@ -100,42 +117,28 @@ class NativeLayer(nn.Module):
     ) -> None:
         """Writes the keys and values of rows [T, D] behind those in the cache."""
         n = normed.shape[0]
-        tables = _table(rotary[0], n), _table(rotary[1], n)
-        call = self.call(cache, layer, n, tables)
         rows = floats(normed, (n, self._struct.k.cols))
-        self._library.write_keys_values([call], rows, cache.length)
+        calls = layer_calls([self], cache, layer, n, [rotary])
+        self._library.write_keys_values(calls, rows, cache.length)
 
-    def call(
-        self,
-        cache: KVCache,
-        layer: int,
-        n: int,
-        rotary: tuple[Tensor, Tensor],
-        *,
-        keeps_every_state: bool = False,
-    ) -> LayerCall:
-        """What the kernels are told about ``n`` rows; valid as long as cache and tables live.
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer carries a state from row to row."""
+        return self._delta_net is not None
 
-        With ``keeps_every_state`` a recurrent layer keeps its state behind every row.
-        """
-        cos, sin = rotary
+    def call(self, cache: KVCache, layer: int, n: int) -> LayerCall:
+        """What the kernels are told about the buffers in a cache, with room for ``n`` more rows."""
         keys, values = cache.reserve(layer, n)
         if keys.dtype not in CACHE_TYPES or values.dtype not in CACHE_TYPES:
             raise CacheError("native kernels: keys and values must be f32, f16 or bf16")
-        call = LayerCall(
-            ctypes.addressof(self._struct),
-            keys.data_ptr(),
-            values.data_ptr(),
-            keys.shape[1],
-            CACHE_TYPES[keys.dtype],
-            CACHE_TYPES[values.dtype],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            2 * cos.shape[1],
+        return LayerCall(
+            layer=ctypes.addressof(self._struct),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            capacity=keys.shape[1],
+            key_type=CACHE_TYPES[keys.dtype],
+            value_type=CACHE_TYPES[values.dtype],
         )
-        if self._delta_net is not None:
-            add_states(call, cache, layer, n, keeps_every_state=keeps_every_state)
-        return call
 
 
 def _address(structure: ctypes.Structure | None) -> int | None:
@@ -178,32 +181,58 @@ def _feed_forward_fields(spec: LayerSpec, tensors: LayerTensors) -> dict[str, An
     return fields
 
 
-def run_layers(
-    library: Library,
-    layers: Sequence[NativeLayer],
-    hidden: Tensor,
-    cache: KVCache,
-    first: int,
-    rotary: Sequence[tuple[Tensor, Tensor]],
-    rows: Rows,
-) -> Tensor:
-    """[T, D] -> [T, D] through layers ``first`` ..., each with its rotary tables, in one call.
+class LayerStack:
+    """All layers of a model, and what follows the last one, in as few calls as possible."""
 
-    Appends the rows to the cache. Raises `CacheError` if it is full.
-    """
-    n = hidden.shape[0]
-    out = floats(hidden, (n, layers[0].spec.n_embd)).clone()
-    tables = {id(pair): (_table(pair[0], n), _table(pair[1], n)) for pair in rotary}
-    calls = [
-        layer.call(cache, first + i, n, tables[id(pair)], keeps_every_state=rows.exact)
-        for i, (layer, pair) in enumerate(zip(layers, rotary, strict=True))
-    ]
-    library.run_layers(calls, out, rows.start)
-    return out
+    def __init__(
+        self,
+        library: Library,
+        norm: Tensor,
+        eps: float,
+        output: PackedMatrix,
+        rounding: Rounding,
+        softcap: float,
+    ) -> None:
+        """``norm`` [D] and ``output`` [V, D] make logits of the last hidden states.
+
+        ``rounding`` is that of the product's input; ``softcap`` c in c * tanh(logits / c), or 0.
+        """
+        self._library = library
+        self._kept = norm, output
+        matrix, n_bytes = matrix_struct(output, None), ACTIVATION_BYTES[rounding]
+        self._head = Head(matrix, norm.data_ptr(), n_bytes, eps, softcap)
+
+    def __call__(
+        self,
+        layers: Sequence[NativeLayer],
+        hidden: Tensor,
+        cache: KVCache,
+        first: int,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        rows: Rows,
+        n_logits: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `specdec.models.base.RunLayers`. Raises `CacheError` if the cache is full."""
+        n = hidden.shape[0]
+        out = floats(hidden, (n, layers[0].spec.n_embd))
+        calls = layer_calls(
+            layers, cache, first, n, rotary, rows.start, keeps_every_state=rows.exact
+        )
+        head = self._head if n_logits else None
+        return out, self._library.run_layers(calls, out, rows.start, head=head, n_logits=n_logits)
 
 
-def _table(table: Tensor, n: int) -> Tensor:
-    return floats(table, (n, table.shape[1]))
+class PackedEmbedding(nn.Module):
+    """An embedding table that is the packed output matrix, too."""
+
+    def __init__(self, library: Library, packed: PackedMatrix) -> None:
+        super().__init__()
+        self._library, self._packed = library, packed
+        self._matrix = matrix_struct(packed, None)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows [T, D] float32 of token ids [T]. Raises IndexError for one that is none."""
+        return self._library.rows(self._matrix, tokens)
 
 
 class NativeEmbedding(nn.Module):
@@ -256,15 +285,3 @@ class NativeRMSNorm(nn.Module):
         """[..., D] -> [..., D]."""
         out = self._library.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self._eps)
         return out.view(x.shape)
-
-
-class NativeSoftCap(nn.Module):
-    """`specdec.models.layers.SoftCap` whose rows do not depend on each other."""
-
-    def __init__(self, library: Library, cap: float) -> None:
-        super().__init__()
-        self._library, self._cap = library, cap
-
-    def forward(self, logits: Tensor) -> Tensor:
-        """cap * tanh(logits / cap), or the logits without a cap."""
-        return self._library.softcap(logits, self._cap) if self._cap else logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -98,13 +98,23 @@ class LayerCall(ctypes.Structure):
     )
 
 
+class Head(ctypes.Structure):
+    """``Head`` of layer.h."""
+
+    _fields_ = (
+        *(("matrix", Matrix), ("norm", _POINTER), ("bytes", _INT)),
+        *(("eps", _FLOAT), ("softcap", _FLOAT)),
+    )
+
+
 class Pass(ctypes.Structure):
     """``Pass`` of layer.h."""
 
     _fields_ = (
         ("calls", ctypes.POINTER(LayerCall)),
         *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
-        *((name, _POINTER) for name in ("hidden", "scratch", "inputs")),
+        *((name, _POINTER) for name in ("hidden", "scratch", "inputs", "head", "logits")),
+        ("n_logits", _INT),
     )
 
 
@@ -123,6 +133,7 @@ class Library:
             (Layer, lib.specdec_layer_size),
             (LayerCall, lib.specdec_call_size),
             (Pass, lib.specdec_pass_size),
+            (Head, lib.specdec_head_size),
         ):
             size.restype = _INT
             if size() != ctypes.sizeof(structure):
@@ -141,8 +152,8 @@ class Library:
         lib.specdec_kept.argtypes = (_INT, _INT)
         lib.specdec_rms_norm.restype = None
         lib.specdec_rms_norm.argtypes = (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER)
-        lib.specdec_softcap.restype = None
-        lib.specdec_softcap.argtypes = (_POINTER, _INT, _FLOAT)
+        lib.specdec_rows.restype = _INT
+        lib.specdec_rows.argtypes = (_POINTER, _POINTER, _INT, _POINTER)
 
     def multiply(
         self,
@@ -177,55 +188,72 @@ class Library:
         )
         return out
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap) of every element."""
-        out = floats(x, x.shape).clone()
-        self._lib.specdec_softcap(out.data_ptr(), out.numel(), cap)
+    def rows(self, matrix: Matrix, indices: Tensor) -> Tensor:
+        """Rows [T, cols] of a packed matrix by their indices [T] int64, as dequantised.
+
+        Raises IndexError for an index that is none.
+        """
+        n = indices.shape[0]
+        indices, out = indices.contiguous(), torch.empty(n, matrix.cols)
+        if not self._lib.specdec_rows(ctypes.byref(matrix), indices.data_ptr(), n, out.data_ptr()):
+            raise IndexError(f"an index is not in 0 ... {matrix.rows - 1}: {indices.tolist()}")
         return out
 
     def run_layers(
         self,
-        calls: Sequence[LayerCall],
+        calls: ctypes.Array[LayerCall],
         hidden: Tensor,
         start: int,
         *,
         sees_block: bool = False,
         inputs: Tensor | None = None,
-    ) -> None:
+        head: Head | None = None,
+        n_logits: int = 0,
+    ) -> Tensor | None:
         """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
 
         With ``sees_block`` a row sees those behind it, too. The attention of a single layer may
-        read other ``inputs`` [T, columns of q], without a norm. The caller has checked every size.
+        read other ``inputs`` [T, columns of q], without a norm. Returns the logits
+        [``n_logits``, V] of the last rows by ``head``, if any. The caller has checked every size.
         """
-        self._run(self._lib.specdec_layers, calls, hidden, start, sees_block, inputs)
+        logits = None if head is None else torch.empty(n_logits, head.matrix.rows)
+        self._run(
+            self._lib.specdec_layers,
+            Pass(
+                calls,
+                len(calls),
+                hidden.shape[0],
+                start,
+                torch.get_num_threads(),
+                sees_block,
+                hidden.data_ptr(),
+                None,
+                None if inputs is None else inputs.data_ptr(),
+                None if head is None else ctypes.addressof(head),
+                None if logits is None else logits.data_ptr(),
+                n_logits,
+            ),
+        )
+        return logits
 
-    def write_keys_values(self, calls: Sequence[LayerCall], rows: Tensor, start: int) -> None:
+    def write_keys_values(self, calls: ctypes.Array[LayerCall], rows: Tensor, start: int) -> None:
         """Writes the keys and values that each layer makes of ``rows`` at ``start`` ...
 
         They are [T, columns of k], what attention reads. The caller has checked every size.
         """
-        self._run(self._lib.specdec_keys_values, calls, rows, start, False)
-
-    def _run(
-        self,
-        function: Callable[..., None],
-        calls: Sequence[LayerCall],
-        rows: Tensor,
-        start: int,
-        sees_block: bool,
-        inputs: Tensor | None = None,
-    ) -> None:
-        one = Pass(
-            (LayerCall * len(calls))(*calls),
-            len(calls),
-            rows.shape[0],
-            start,
-            torch.get_num_threads(),
-            sees_block,
-            rows.data_ptr(),
-            None,
-            None if inputs is None else inputs.data_ptr(),
+        self._run(
+            self._lib.specdec_keys_values,
+            Pass(
+                calls=calls,
+                n_layers=len(calls),
+                n=rows.shape[0],
+                start=start,
+                n_threads=torch.get_num_threads(),
+                hidden=rows.data_ptr(),
+            ),
         )
+
+    def _run(self, function: Callable[..., None], one: Pass) -> None:
         needed = self._lib.specdec_scratch(ctypes.byref(one))
         scratch, self._scratch = self._scratch, None  # a call at the same time takes its own
         if scratch is None or needed > scratch.numel():
@@ -243,10 +271,10 @@ def matrix_struct(packed: PackedMatrix, bias: Tensor | None) -> Matrix:
 
 def floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``x`` as the kernels read it. Raises ValueError for another shape, dtype or device."""
-    if x.shape != shape or x.dtype != torch.float32 or x.device.type != "cpu":
+    if x.shape != shape or x.dtype != torch.float32 or not x.is_cpu:
         found = f"{x.dtype} {list(x.shape)} on {x.device}"
         raise ValueError(f"expected float32 {list(shape)} on the CPU, got {found}")
-    return x.contiguous()
+    return x if x.is_contiguous() else x.contiguous()
 
 
 @functools.cache

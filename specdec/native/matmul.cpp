@@ -230,8 +230,13 @@ struct Call {
                                          out);
   }
 
+  template <class Numbers>
+  void plain() const {
+    run<PlainProducts<Numbers>>();
+  }
+
   template <class Format>
-  void run_blocks() const {
+  void blocks() const {
     switch (input.bytes) {
       case 0: return run<FloatProducts<Format>>();
       case 1: return run<IntegerProducts<Format, 1>>();
@@ -240,28 +245,77 @@ struct Call {
   }
 };
 
+// One row of a matrix as float32, every weight computed as ggml does it.
+struct Row {
+  const Matrix& matrix;
+  int64_t row;
+  float* out;
+
+  template <class Numbers>
+  void plain() const {
+    const uint8_t* group = start(matrix.cols * Numbers::bytes * GROUP);
+    for (int64_t c = 0; c < matrix.cols; c++)
+      out[c] = lane(Numbers::read(group + c * Numbers::bytes * GROUP));
+  }
+
+  template <class Format>
+  void blocks() const {
+    const uint8_t* group = start(group_bytes<Format>(matrix.cols));
+    for_blocks<Format>(group, matrix.cols, [&](const uint8_t* header, const uint8_t* block,
+                                               int64_t b) {
+      const Factors factors = Format::factors(header, block);
+      for (int quad = 0; quad < QUADS; quad++) {
+        const u8x64 quants = Format::Quants::at(block + Format::FACTORS, quad);
+        const int half = quad / (QUADS / 2);
+        for (int k = 0; k < 4; k++) {
+          f32x16 weight = to_float(column(quants, k)) - broadcast(Format::OFFSET);
+          weight = weight * factors.scale[Format::SCALES == 2 ? half : 0];
+          if (Format::MINIMA) weight = weight + factors.minimum[Format::MINIMA == 2 ? half : 0];
+          out[b * BLOCK + 4 * quad + k] = lane(weight);
+        }
+      }
+    });
+  }
+
+  const uint8_t* start(int64_t bytes) const { return matrix.data + row / GROUP * bytes; }
+  float lane(const f32x16& values) const {
+    float all[GROUP];
+    store(all, values);
+    return all[row % GROUP];
+  }
+};
+
+template <class Work>
+void for_kind(int64_t kind, const Work& work) {
+  switch (kind) {
+    case F32: return work.template plain<F32Numbers>();
+    case F16: return work.template plain<F16Numbers>();
+    case BF16: return work.template plain<BF16Numbers>();
+    case Q4_0: return work.template blocks<Scaled<Nibbles, 8>>();
+    case Q4_1: return work.template blocks<ScaledWithMinimum<Nibbles>>();
+    case Q5_0: return work.template blocks<Scaled<FiveBits, 16>>();
+    case Q5_1: return work.template blocks<ScaledWithMinimum<FiveBits>>();
+    case Q8_0: return work.template blocks<Scaled<Bytes, 128>>();
+    case Q4_K: return work.template blocks<KScaled<Nibbles>>();
+    case Q5_K: return work.template blocks<KScaled<FiveBits>>();
+    case Q6_K: return work.template blocks<SignedHalvesScaled<SixBits, 32>>();
+    case IQ4_NL: return work.template blocks<Scaled<Table, 128>>();
+    case Q2_K: return work.template blocks<KHalvesScaled<TwoBits>>();
+    case Q3_K: return work.template blocks<SignedHalvesScaled<ThreeBits, 4>>();
+    case IQ4_XS: return work.template blocks<SignedScaled<Table, 128>>();
+  }
+}
+
 }  // namespace
 
 void multiply(const Matrix& matrix, const Input& input, int64_t first, int64_t last, float* out,
               int64_t stride) {
-  const Call call{matrix, input, first, last, {out, stride, matrix.bias, matrix.rows}};
-  switch (matrix.kind) {
-    case F32: return call.run<PlainProducts<F32Numbers>>();
-    case F16: return call.run<PlainProducts<F16Numbers>>();
-    case BF16: return call.run<PlainProducts<BF16Numbers>>();
-    case Q4_0: return call.run_blocks<Scaled<Nibbles, 8>>();
-    case Q4_1: return call.run_blocks<ScaledWithMinimum<Nibbles>>();
-    case Q5_0: return call.run_blocks<Scaled<FiveBits, 16>>();
-    case Q5_1: return call.run_blocks<ScaledWithMinimum<FiveBits>>();
-    case Q8_0: return call.run_blocks<Scaled<Bytes, 128>>();
-    case Q4_K: return call.run_blocks<KScaled<Nibbles>>();
-    case Q5_K: return call.run_blocks<KScaled<FiveBits>>();
-    case Q6_K: return call.run_blocks<SignedHalvesScaled<SixBits, 32>>();
-    case IQ4_NL: return call.run_blocks<Scaled<Table, 128>>();
-    case Q2_K: return call.run_blocks<KHalvesScaled<TwoBits>>();
-    case Q3_K: return call.run_blocks<SignedHalvesScaled<ThreeBits, 4>>();
-    case IQ4_XS: return call.run_blocks<SignedScaled<Table, 128>>();
-  }
+  const Output output{out, stride, matrix.bias, matrix.rows};
+  for_kind(matrix.kind, Call{matrix, input, first, last, output});
+}
+
+void read_row(const Matrix& matrix, int64_t row, float* out) {
+  for_kind(matrix.kind, Row{matrix, row, out});
 }
 
 }  // namespace specdec

@@ -41,4 +41,7 @@ inline int64_t groups(const Matrix& matrix) { return (matrix.rows + GROUP - 1) /
 void multiply(const Matrix& matrix, const Input& input, int64_t first, int64_t last, float* out,
               int64_t stride);
 
+// out [cols] = a row of the matrix, with the bits that dequantising it gives.
+void read_row(const Matrix& matrix, int64_t row, float* out);
+
 }  // namespace specdec

@@ -60,7 +60,7 @@ class Candidates:
         Raises `SpecdecError` if all logits are minus infinity, or one is not a number.
         """
         top = self.logits.max()
-        if not np.isfinite(top):
+        if not -np.inf < top < np.inf:
             raise _nothing_left()
         weights: Doubles = np.exp(self.logits - top).astype(np.float64)
         return weights
@@ -104,8 +104,7 @@ class Candidates:
         Raises `SpecdecError` if none is left or the logits are not numbers.
         """
         best = self if n >= len(self) else self.take(largest(self.logits, n))
-        banned = best.logits == -np.inf
-        return best.keep(~banned) if banned.any() else best
+        return best.keep(best.logits > -np.inf) if best.logits.min() == -np.inf else best
 
     def in_order(self) -> Positions:
         """All positions, the best candidate first; for short rows."""
@@ -152,6 +151,23 @@ def walk(keys: Floats, weights: Doubles, share: float, side: Literal["left", "ri
     mass = min(share, _NEARLY_ALL) * float(weights.sum())
     if side == "left":
         mass = math.nextafter(mass, -math.inf)  # at least a number is above the one before
+    if len(keys) <= _SORTED:
+        return _walk_sorted(keys, weights, mass)
+    part, passed = _narrowed(keys, weights, mass)
+    return int(part[_walk_sorted(keys[part], weights[part], mass - passed)])
+
+
+def _walk_sorted(keys: Floats, weights: Doubles, mass: float) -> int:
+    order = np.argsort(-keys, kind="stable")
+    slot = int(np.searchsorted(weights[order].cumsum(), mass, "right"))
+    return int(order[min(slot, len(order) - 1)])
+
+
+def _narrowed(keys: Floats, weights: Doubles, mass: float) -> tuple[Positions, float]:
+    """The positions, in turn, among which a walk has met more than ``mass``, and how much before.
+
+    They are few, unless they are equal.
+    """
     passed, above = 0.0, math.inf
     for n in _HEADS:
         floor = _floor(keys, n) if n < len(keys) else -math.inf
@@ -170,9 +186,7 @@ def walk(keys: Floats, weights: Doubles, share: float, side: Literal["left", "ri
             part = part[upper]
         else:
             passed, part = met, part[~upper]
-    part = part[np.argsort(-keys[part], kind="stable")]
-    sums = passed + weights[part].cumsum()
-    return int(part[min(int(np.searchsorted(sums, mass, "right")), len(part) - 1)])
+    return part, passed
 
 
 def down_to(keys: Floats, position: int) -> Mask:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specdec.options import RANDOM_SEED
 from specdec.sampling.adaptive import Adaptive
-from specdec.sampling.candidates import Candidates
+from specdec.sampling.candidates import Candidates, Floats
 from specdec.sampling.penalties import add_bias
 
 STREAMS = {
@@ -39,9 +40,16 @@ def best_tokens(logits: Tensor) -> list[int]:
     numpy is several times as fast as torch here, and starts no threads that have to be waited for
     where cores are busy.
     """
-    if logits.device.type != "cpu":
+    if not logits.is_cpu:
         return logits.argmax(dim=-1).tolist()
     return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
+
+
+def host_rows(logits: Tensor) -> Floats:
+    """Logits [T, V] of any type, on any device, as numpy's float32; no copy if they are that."""
+    if logits.is_cpu and logits.dtype == torch.float32:
+        return logits.numpy()
+    return logits.float().cpu().numpy()
 
 
 def stream_seed(seed: int, purpose: str) -> int:
@@ -87,6 +95,7 @@ class SamplerChain:
         self._adaptive = adaptive
         self._state = SamplerState()
         self._generator = torch.Generator()
+        self._uniforms: list[float] = []
         self.begin(())
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -95,28 +104,31 @@ class SamplerChain:
         if self.seed == RANDOM_SEED:
             self.seed = secrets.randbelow(RANDOM_SEED)
         self._generator.manual_seed(stream_seed(self.seed, "draw"))
+        self._uniforms = []
         self._state.xtc.manual_seed(stream_seed(self.seed, "xtc"))
         self._state.text = list(prompt)
         if self._adaptive is not None:
             self._adaptive.begin()
 
-    def distribution(self, logits: Tensor) -> Tensor:
-        """Probabilities of the next token after the whole chain, float32 [V], on V's device.
+    def distribution(self, logits: npt.ArrayLike) -> Tensor:
+        """Probabilities of the next token after the whole chain for logits [V]; float32 [V].
 
         Does not draw and does not learn; but xtc tosses its coin, so ask once per position.
         """
-        after = self._after_adaptive(self._filtered(logits))
-        probabilities = np.zeros(len(logits), np.float32)
+        row = np.asarray(logits, np.float32)
+        after = self._after_adaptive(self._filtered(row))
+        probabilities = np.zeros(len(row), np.float32)
         probabilities[after.token_ids()] = after.probabilities()
-        return torch.from_numpy(probabilities).to(logits.device)
+        return torch.from_numpy(probabilities)
 
-    def sample(self, logits: Tensor) -> int:
+    def sample(self, logits: npt.ArrayLike) -> int:
         """The next token for logits [V]; takes one number from the chain's generator."""
+        row = np.asarray(logits, np.float32)
         if self.greedy:
-            return best_tokens(logits[None])[0]
-        before = self._filtered(logits)
+            return int(row.argmax())
+        before = self._filtered(row)
         after = self._after_adaptive(before)
-        token = after.draw(float(torch.rand((), dtype=torch.float64, generator=self._generator)))
+        token = after.draw(self._uniform())
         if self._adaptive is not None:
             self._adaptive.update(before, after, token)
         return token
@@ -125,13 +137,19 @@ class SamplerChain:
         """Appends ``token`` to the text that penalties look at."""
         self._state.text.append(token)
 
-    def _filtered(self, logits: Tensor) -> Candidates:
-        candidates = Candidates(logits.float().cpu().numpy())
+    def _uniform(self) -> float:
+        """The next number of the stream; numbers are made in advance, one alone takes as long."""
+        if not self._uniforms:
+            numbers = torch.rand(64, dtype=torch.float64, generator=self._generator)
+            self._uniforms = numbers.tolist()[::-1]
+        return self._uniforms.pop()
+
+    def _filtered(self, logits: Floats) -> Candidates:
+        candidates = Candidates(logits)
         if self._bias:
             candidates = add_bias(candidates, self._bias)
-        with np.errstate(over="ignore", divide="ignore"):  # the draw refuses what is not finite
-            for apply in self._filters:
-                candidates = apply(candidates, self._state)
+        for apply in self._filters:
+            candidates = apply(candidates, self._state)
         return candidates
 
     def _after_adaptive(self, candidates: Candidates) -> Candidates:

@@ -42,7 +42,8 @@ def penalties(
     """
 
     def penalise(logits: Floats, counts: Floats) -> Floats:
-        scaled = np.where(logits <= 0, logits * repeat, logits / repeat)
+        with np.errstate(over="ignore", divide="ignore"):  # the draw refuses what is not finite
+            scaled = np.where(logits <= 0, logits * repeat, logits / repeat)
         lowered: Floats = scaled - (counts * frequency + presence)
         return lowered
 

@@ -175,7 +175,8 @@ def test_a_tap_is_the_input_of_the_layer(kernels: Kernels) -> None:
         layer.forward = lambda hidden, *_, i=i: hidden + 10.0**i  # type: ignore[method-assign]
     if kernels == "native":
         target._run_layers = lambda layers, hidden, cache, first, *_: (
-            hidden + sum(10.0 ** (first + i) for i in range(len(layers)))
+            hidden + sum(10.0 ** (first + i) for i in range(len(layers))),
+            None,
         )
     ids = tokens(recorded["p0_ids"])[:3]
     embedded = target.embed(ids)

@@ -24,6 +24,7 @@ from specdec.kv_cache import KVCache
 from specdec.models.layers import LayerSpec, RopeSpec
 from specdec.models.mimo2 import FusedSpec
 from specdec.models.qwen35 import GatedSpec
+from specdec.native.calls import layer_calls
 from specdec.native.layer import NativeLinear, NativeRMSNorm
 from specdec.native.library import load_library
 from specdec.native.packing import pack
@@ -171,8 +172,8 @@ def test_caches_round_as_torch_does() -> None:
             [spec.cache_shape], len(rows), device=torch.device("cpu"), dtype_k=dtype, dtype_v=dtype
         )
         tables = torch.ones(len(rows), 1), torch.zeros(len(rows), 1)
-        call = layer.call(cache, 0, len(rows), tables)
-        load_library().write_keys_values([call], rows, 0)
+        calls = layer_calls([layer], cache, 0, len(rows), [tables])
+        load_library().write_keys_values(calls, rows, 0)
         cache.advance(len(rows))
         for kept in cache.committed(0, dtype):
             assert torch.equal(kept[0], rows.to(dtype))

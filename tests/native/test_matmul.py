@@ -11,7 +11,7 @@ from random_blocks import raw_rows
 from torch import Tensor
 
 from specdec import quant
-from specdec.native.library import Rounding, load_library
+from specdec.native.library import Rounding, load_library, matrix_struct
 from specdec.native.packing import GROUP, PACKED_TYPES, pack
 
 PLAIN = ("F32", "F16", "BF16", "IQ3_S")
@@ -123,10 +123,22 @@ def test_half_precision_specials() -> None:
     assert torch.equal(product("F16", raw, torch.ones(1, 1))[0], expected)
 
 
-def test_soft_cap_and_norm() -> None:
+@pytest.mark.parametrize("ggml_type", PACKED_TYPES)
+def test_rows_are_what_dequantising_gives(ggml_type: str) -> None:
+    rows = 2 * GROUP + 5
+    raw = raw_rows(ggml_type, rows, N_COLS)
+    packed = pack(torch.from_numpy(raw.copy()), ggml_type, N_COLS)
+    matrix = matrix_struct(packed, None)
+    indices = torch.tensor([rows - 1, 0, 3, GROUP, 3])
+    expected = quant.dequantize(raw, ggml_type, (rows, N_COLS)).float()[indices]
+    assert torch.equal(load_library().rows(matrix, indices), expected)
+    for wrong in (-1, rows):
+        with pytest.raises(IndexError, match=f"0 ... {rows - 1}"):
+            load_library().rows(matrix, torch.tensor([0, wrong]))
+
+
+def test_norm() -> None:
     x = torch.randn(3, 77, generator=torch.Generator().manual_seed(2)) * 40
     weight = torch.linspace(-1, 2, 77)
-    capped = 30 * torch.tanh(x / 30)
-    torch.testing.assert_close(load_library().softcap(x, 30.0), capped, atol=1e-5, rtol=0)
     normed = torch.nn.functional.rms_norm(x, (77,), weight, 1e-5)
     torch.testing.assert_close(load_library().rms_norm(x, weight, 1e-5), normed)

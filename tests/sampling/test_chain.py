@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from specdec.errors import UsageError
 from specdec.options import DEFAULT_SAMPLERS, SamplingOptions
 from specdec.sampler_names import SAMPLER_NAMES
 from specdec.sampling import SAMPLERS, STREAMS, Candidates, SamplerChain, build_chain, stream_seed
+from specdec.sampling.chain import host_rows
 
 PLAIN: dict[str, Any] = {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -101,10 +103,16 @@ def test_order_of_filters_is_the_users() -> None:
 
 
 def test_half_precision_logits_are_widened() -> None:
-    logits = some_logits()[0].bfloat16()
-    p = chain_of(**PLAIN).distribution(logits)
-    assert p.dtype == torch.float32
-    assert torch.allclose(p, logits.float().softmax(0))
+    logits = some_logits().bfloat16()
+    rows = host_rows(logits)
+    assert rows.dtype == np.float32
+    p = chain_of(**PLAIN).distribution(rows[0])
+    assert torch.allclose(p, logits[0].float().softmax(0))
+
+
+def test_rows_of_the_usual_type_are_not_copied() -> None:
+    logits = some_logits()
+    assert np.shares_memory(host_rows(logits), logits.numpy())
 
 
 @pytest.mark.parametrize(

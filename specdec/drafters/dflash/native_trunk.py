@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import RotaryEmbedding
 from specdec.native import find_library, knows
+from specdec.native.calls import layer_calls
 from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm
 from specdec.native.library import LayerCall, Library, floats
 from specdec.native.weights import Weights
@@ -84,8 +87,7 @@ class NativeTrunk(nn.Module):
         n = fused.shape[0]
         if not n:
             return
-        rotary = self._angles(cache.length, n)
-        calls = self._calls(cache, n, rotary)
+        calls = self._calls(cache, n)
         rows = floats(fused, (n, self.config.n_embd))
         self._library.write_keys_values(calls, rows, cache.length)
         cache.advance(n)
@@ -93,17 +95,14 @@ class NativeTrunk(nn.Module):
     def forward(self, embeddings: Tensor, cache: KVCache) -> TrunkOutput:
         """See `Backbone.__call__`."""
         n = embeddings.shape[0]
-        rotary = self._angles(cache.length, n)
-        calls = self._calls(cache, n, rotary)
+        calls = self._calls(cache, n)
         hidden = floats(embeddings * self.config.embedding_scale, (n, self.config.n_embd))
         sees_block = not self.config.is_causal
         self._library.run_layers(calls, hidden, cache.length, sees_block=sees_block)
         hidden = self.output_norm(hidden)
         return TrunkOutput(hidden, hidden)
 
-    def _angles(self, start: int, n: int) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(torch.arange(start, start + n))
-        return floats(cos, cos.shape), floats(sin, sin.shape)
-
-    def _calls(self, cache: KVCache, n: int, rotary: tuple[Tensor, Tensor]) -> list[LayerCall]:
-        return [layer.call(cache, i, n, rotary) for i, layer in enumerate(self._layers)]
+    def _calls(self, cache: KVCache, n: int) -> ctypes.Array[LayerCall]:
+        tables = self._rotary.tables(cache.length + n, torch.device("cpu"))
+        rotary = [tables] * len(self._layers)
+        return layer_calls(self._layers, cache, 0, n, rotary, cache.length)

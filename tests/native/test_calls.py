@@ -1,0 +1,84 @@
+"""What kernels are told is made once for a cache, and stays right while the cache changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from native_layers import Run, build, random_rows
+
+from specdec.errors import CacheError
+from specdec.kv_cache import KVCache
+from specdec.models.delta_net import DeltaNetSpec
+from specdec.models.layers import LayerSpec, RopeSpec, RotaryEmbedding
+from specdec.models.rows import Rows
+from specdec.native.calls import layer_calls
+from specdec.native.layer import LayerStack
+from specdec.native.library import load_library
+from specdec.native.packing import pack
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "n_embd": 48,
+    "n_head": 4,
+    "n_head_kv": 2,
+    "head_dim": 16,
+    "head_dim_v": 16,
+    "n_ff": 80,
+    "rms_eps": 1e-5,
+    "rope": RopeSpec(16, 10000.0),
+    "attention_scale": 0.25,
+}
+PLAIN = LayerSpec(**SIZES)
+RECURRENT = DeltaNetSpec(**SIZES, n_key_heads=2, n_value_heads=4, state_size=16, conv_kernel=4)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
+    """Three layers of two kinds of positions, one of them with states, over several passes."""
+    n_vocab, n = 37, 5
+    specs = (PLAIN, RECURRENT, replace(PLAIN, rope=RopeSpec(8, 500.0)))
+    pairs = [build(spec) for spec in specs]
+    weight, norm = random_rows(PLAIN, n_vocab), torch.rand(PLAIN.n_embd) + 0.5
+    output = pack(weight.view(torch.uint8), "F32", PLAIN.n_embd)
+    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, output, "f32", softcap)
+    cache = KVCache([spec.cache_shape for spec in specs], 2048, device=CPU)
+    runs, layers = [Run(plain) for plain, _ in pairs], [native for _, native in pairs]
+    for start in range(0, 3 * n, n):
+        hidden = random_rows(PLAIN, n) + start
+        expected = hidden
+        for run in runs:
+            expected = run(expected)
+        tables = [RotaryEmbedding(spec.rope).tables(start + n, CPU) for spec in specs]
+        rows = Rows(start, n, exact=True)
+        out, logits = stack(layers, hidden.clone(), cache, 0, tables, rows, 2)
+        cache.advance(n)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        raw = torch.nn.functional.rms_norm(expected[-2:], norm.shape, norm, PLAIN.rms_eps)
+        wanted = raw @ weight.T
+        wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_follow_the_buffers() -> None:
+    """Layers that share a cache grow it one after the other, in parts and as a whole."""
+    layers = [build(PLAIN)[1] for _ in range(3)]
+    rotary = [RotaryEmbedding(PLAIN.rope).tables(600, CPU)] * 3
+    parts, whole = (KVCache([PLAIN.cache_shape] * 3, 600, device=CPU) for _ in range(2))
+    library = load_library()
+    for n in (255, 1, 1, 1, 300):
+        x, y = random_rows(PLAIN, n), random_rows(PLAIN, n)
+        start = parts.length
+        for first, last in ((0, 1), (1, 3)):
+            calls = layer_calls(layers[first:last], parts, first, n, rotary[first:last], start)
+            library.run_layers(calls, x, start)
+        library.run_layers(layer_calls(layers, whole, 0, n, rotary, start), y, start)
+        assert torch.equal(x, y)
+        for cache in (parts, whole):
+            cache.advance(n)
+    with pytest.raises(CacheError, match="do not fit"):
+        layer_calls(layers, whole, 0, 100, rotary, 558)
+    with pytest.raises(ValueError, match="rotary tables"):
+        layer_calls(layers, whole, 0, 1, rotary, 600)
