@@ -31,7 +31,7 @@ test: .venv/installed $(MODEL) ## run the tests
 	$(BIN)/python -m pytest
 
 sanitize: .venv/installed ## run the tests of the native kernels under AddressSanitizer
-	CXXFLAGS="-fsanitize=address -g" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
+	CXXFLAGS="-fsanitize=address -g -O1" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/native
 
 bench: .venv/installed $(MODEL) ## measure speed here and in llama.cpp, and rounds with each draft

@@ -6,14 +6,18 @@ name, so that any number of processes may start at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from specdec.errors import UnsupportedError
@@ -21,28 +25,14 @@ from specdec.errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = (
-    *("activations.cpp", "matmul.cpp", "attention.cpp", "parallel.cpp", "functions.cpp"),
-    *("attention_branch.cpp", "feed_forward.cpp", "experts.cpp", "delta_net.cpp"),
-    *("logits.cpp", "layer.cpp"),
-)
-HEADERS = (
-    *("vector.h", "numbers.h", "bytes.h", "formats.h", "activations.h", "matmul.h", "layer.h"),
-    *("parallel.h", "branch.h", "attention.h", "attention_branch.h", "feed_forward.h"),
-    *("experts.h", "delta_net.h", "logits.h"),
-)
-COMMON_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fno-fast-math",
-    "-ffp-contract=off",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-)
+SOURCES = tuple(sorted(path.name for path in FOLDER.glob("*.cpp")))
+HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.h")))
+LEVEL = "-O3"
+EXACT_FLAGS = ("-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-pthread")
 VARIANTS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 """Further flags, tried in this order: not every compiler has every one."""
-TIMEOUT = 300.0
+TIMEOUT = 600.0
+"""Seconds that a build may take; on a machine that other programs keep busy it takes long."""
 
 
 def shared_library() -> Path:
@@ -86,23 +76,75 @@ def cache_folder() -> Path:
 def compile_kernels(compiler: str, path: Path) -> None:
     """Compiles the kernels into ``path``, by the first of `VARIANTS` that the compiler takes.
 
-    ``$CXXFLAGS`` come first, so that they cannot undo what exact numbers need.
+    ``$CXXFLAGS`` may change the level of optimisation, but not what exact numbers need. Raises
+    `UnsupportedError` with the compiler's first line.
     """
-    sources = [str(FOLDER / name) for name in SOURCES]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    message = ""  # without what was loaded into this program, such as a sanitizer
+    message = ""
     for variant in VARIANTS:
-        command = [compiler, *_user_flags(), *COMMON_FLAGS, *variant, *sources, "-o", str(path)]
-        try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT, env=environment
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UnsupportedError(f"native kernels: {compiler} does not run: {error}") from None
-        if result.returncode == 0:
+        flags = [LEVEL, *_user_flags(), *EXACT_FLAGS, *variant]
+        found = _build(compiler, flags, path)
+        if not found:
             return
-        message = message or next(iter(result.stderr.splitlines()), "no message")
+        message = message or found
     raise UnsupportedError(f"native kernels: {compiler} failed: {message}")
+
+
+def _build(compiler: str, flags: list[str], path: Path) -> str:
+    """Compiles all files, as many at a time as there are processors; why not, or ""."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = {name: str(Path(folder) / f"{name}.o") for name in SOURCES}
+        commands = [
+            [compiler, *flags, "-c", str(FOLDER / name), "-o", made]
+            for name, made in objects.items()
+        ]
+        link = [compiler, *flags, "-shared", *objects.values(), "-o", str(path)]
+        try:
+            return _run_all(commands, Path(folder)) or _run_all([link], Path(folder))
+        except OSError as error:
+            raise UnsupportedError(f"native kernels: {compiler} does not run: {error}") from None
+
+
+def _run_all(commands: Iterable[list[str]], folder: Path) -> str:
+    """Runs compilers side by side; the first line of one that failed, or "".
+
+    None of them outlives the call, whatever ends it: each has a group of its own to be killed.
+    """
+    waiting = [(command, folder / f"{i}.log") for i, command in enumerate(commands)]
+    running: list[tuple[subprocess.Popen[bytes], Path]] = []
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                command, report = waiting.pop(0)
+                running.append((_start(command, report), report))
+            for process, report in [item for item in running if item[0].poll() is not None]:
+                running.remove((process, report))
+                if process.returncode:
+                    lines = report.read_text(encoding="utf-8", errors="replace").splitlines()
+                    return next(iter(lines), "no message")
+            if time.monotonic() > deadline:
+                return f"no end after {TIMEOUT:.0f} seconds"
+            time.sleep(0.01)
+    finally:
+        for process, _ in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return ""
+
+
+def _start(command: list[str], report: Path) -> subprocess.Popen[bytes]:
+    """A compiler with its messages in ``report``, and without what was loaded into this program."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with report.open("wb") as messages:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=messages,
+            stderr=messages,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def _fingerprint(compiler: str) -> str:
@@ -111,7 +153,7 @@ def _fingerprint(compiler: str) -> str:
     for name in (*SOURCES, *HEADERS):
         digest.update((FOLDER / name).read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT).stdout
-    flags = _user_flags(), COMMON_FLAGS, VARIANTS
+    flags = LEVEL, _user_flags(), EXACT_FLAGS, VARIANTS
     digest.update(repr((flags, compiler, version, processor())).encode())
     return digest.hexdigest()[:20]
 

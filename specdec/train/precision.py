@@ -1,9 +1,11 @@
-"""Which number format the matrix products of a training run in."""
+"""Number formats and memory that make a training fast on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -36,16 +38,19 @@ def _seconds(dtype: torch.dtype) -> float:
     return min(times)
 
 
-def prepare_memory() -> None:
+@contextlib.contextmanager
+def fast_memory() -> Iterator[None]:
     """Keeps large temporaries instead of giving them back, and treats tiny numbers as zero.
 
     glibc unmaps every large block at once, which halves the speed of a step; numbers too small for
-    a normal float32 cost many times as much as others.
+    a normal float32 cost many times as much as others, and count again when it is over.
     """
-    torch.set_flush_denormal(True)
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # another C library only is slower
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    except (OSError, AttributeError):
-        return  # another C library; it only is slower
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

@@ -31,7 +31,7 @@ from specdec.train.dataset import Conversation, Dataset, FeatureProgress, comput
 from specdec.train.draft_file import draft_metadata, pick_outtype, write_draft, write_fresh_draft
 from specdec.train.folder import work_folder, write_whole
 from specdec.train.optimise import Report, Schedule, State, Trainer, read_checkpoint
-from specdec.train.precision import prepare_memory
+from specdec.train.precision import fast_memory
 from specdec.train.shape import DraftShape, default_shape
 from specdec.train.vocabulary import coverage, pick_vocabulary, required_tokens
 from specdec.train.warm_start import start_from_target, start_from_trunk
@@ -79,14 +79,13 @@ def run_training(options: Options, listener: Listener) -> Trained:
     with open_target(options) as file:
         check_architecture(file)
         draft_shape(options, file)  # what cannot be trained is said before anything is loaded
-    prepare_memory()
     plain = {"model.kernels": "torch", "model.warmup": False}
     options = options.merge(plain, {"spec": SpecOptions()})
 
     def read(done: int, total: int) -> None:
         listener.progress("loading", done / total, "")
 
-    with Engine.load(options, read) as engine, open_target(options) as file:
+    with fast_memory(), Engine.load(options, read) as engine, open_target(options) as file:
         return _Run(options, engine, file, folder, listener).run(prompts, excluded)
 
 

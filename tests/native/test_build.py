@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,49 @@ def test_a_compiler_that_fails(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(unbuilt.iterdir()) == []
 
 
-def test_every_file_is_part_of_the_fingerprint() -> None:
-    files = {path.name for path in build.FOLDER.iterdir() if path.suffix in (".cpp", ".h")}
-    assert files == {*build.SOURCES, *build.HEADERS}
+SLOW_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exit
+sleep 300 &
+echo $! >> "$CHILDREN"
+wait
+"""
+
+
+@pytest.fixture
+def slow(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that takes very long; the file gets the numbers of its children."""
+    script, children = unbuilt.parent / "slow", unbuilt.parent / "children"
+    script.write_text(SLOW_COMPILER)
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CHILDREN", str(children))
+    return children
+
+
+def assert_none_is_left(children: Path) -> None:
+    numbers = [int(line) for line in children.read_text().split()]
+    assert numbers
+    for number in numbers:
+        status = Path(f"/proc/{number}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_compiler_without_end(slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "TIMEOUT", 0.5)
+    monkeypatch.setattr(build, "VARIANTS", ((),))
+    with pytest.raises(UnsupportedError, match="slow failed: no end after"):
+        build.shared_library()
+    assert_none_is_left(slow)
+
+
+def test_a_build_that_is_broken_off(slow: Path) -> None:
+    command = "from specdec.native.build import shared_library; shared_library()"
+    running = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
+    while not slow.exists() or not slow.read_text():
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(timeout=60)
+    assert_none_is_left(slow)
 
 
 def test_two_processes_build_at_once(unbuilt: Path) -> None:
