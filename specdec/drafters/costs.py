@@ -6,9 +6,11 @@ import copy
 import hashlib
 import json
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +21,6 @@ from specdec.sampling.chain import best_tokens
 from specdec.version import __version__
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from specdec.drafters.base import Drafter
     from specdec.gguf_file import GGUFFile
     from specdec.models.base import Target
@@ -76,16 +76,22 @@ class LiveCosts:
 
 
 def load_or_measure(
-    target: Target, drafter: Drafter, n_ctx: int, files: Sequence[GGUFFile | None]
+    target: Target,
+    drafter: Drafter,
+    n_ctx: int,
+    files: Sequence[GGUFFile | None],
+    settings: tuple[object, ...],
 ) -> Costs:
-    """The costs of a pair, from the user's cache if this machine has measured it before."""
-    path = cache_folder() / f"costs-{_fingerprint(target, drafter, files)}.json"
+    """The costs of a pair, from the user's cache if this machine has measured it before.
+
+    ``settings`` is everything that was chosen and changes what a round costs.
+    """
+    path = cache_folder() / f"costs-{_fingerprint(target, drafter, files, settings)}.json"
     costs = _read(path, drafter.n_max)
     if costs is None:
         costs = measure(target, drafter, n_ctx)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(costs)), encoding="utf-8")
+            _write(path, costs)
         except OSError as error:
             log.debug("draft costs: cannot write %s: %s", path, error.strerror or error)
     log.debug(
@@ -150,18 +156,32 @@ def _interpolate(measured: Mapping[int, float], n_max: int) -> tuple[float, ...]
     return tuple(values)
 
 
-def _fingerprint(target: Target, drafter: Drafter, files: Sequence[GGUFFile | None]) -> str:
+def _fingerprint(
+    target: Target,
+    drafter: Drafter,
+    files: Sequence[GGUFFile | None],
+    settings: tuple[object, ...],
+) -> str:
     """A hash of everything that the costs depend on."""
     found = [_identity(file) for file in files if file is not None]
-    settings = (drafter.name, drafter.n_max, str(target.device), torch.get_num_threads())
+    run = (drafter.name, drafter.n_max, str(target.device), torch.get_num_threads(), *settings)
     backends = type(target.layers[0]).__name__, torch.__version__, __version__, processor()
-    return hashlib.sha256(repr((found, settings, backends)).encode()).hexdigest()[:20]
+    return hashlib.sha256(repr((found, run, backends)).encode()).hexdigest()[:20]
 
 
 def _identity(file: GGUFFile) -> tuple[str, int, int]:
     path = file.path.resolve()
     status = path.stat()
     return str(path), status.st_size, status.st_mtime_ns
+
+
+def _write(path: Path, costs: Costs) -> None:
+    """Writes costs down at once: other runs see all of the file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        written.write_text(json.dumps(asdict(costs)), encoding="utf-8")
+        written.replace(path)
 
 
 def _read(path: Path, n_max: int) -> Costs | None:

@@ -19,6 +19,7 @@ from specdec.drafters.mtp.validate import check_mtp
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
+from specdec.native import trim_memory
 from specdec.options import (
     AUTO,
     AUTO_LONGEST,
@@ -116,6 +117,8 @@ def build_drafters(types: tuple[str, ...], context: DraftContext) -> FirstOf:
     from specdec.drafters.base import FirstOf
 
     drafters = [DRAFTERS.load(name)(context) for name in types]
+    if drafters:
+        trim_memory()
     if context.spec.draft.n_max == AUTO:
         drafters = [_with_auto_length(drafter, context) for drafter in drafters]
     return FirstOf(drafters)
@@ -128,8 +131,10 @@ def _with_auto_length(drafter: Drafter, context: DraftContext) -> Drafter:
 
     if not drafter.name.startswith("draft-"):
         return drafter
+    settings = (context.kernels, context.activations, context.dtype_k, context.dtype_v)
     files = (context.target_file, context.draft_file)
-    return AutoLength(drafter, load_or_measure(context.target, drafter, context.n_ctx, files))
+    costs = load_or_measure(context.target, drafter, context.n_ctx, files, settings)
+    return AutoLength(drafter, costs)
 
 
 def _detect(file: GGUFFile) -> str:

@@ -149,12 +149,12 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
         for info in file.tensors.values()
         if len(info.shape) > 1 and info.ggml_type not in PACKED_TYPES
     )
-    _trim()
+    trim_memory()
     for name, count in others.items():
         log.debug("native kernels: %d tensors of type %s became float32", count, name)
 
 
-def _trim() -> None:
+def trim_memory() -> None:
     """Gives the memory that packing took and freed back to the system; glibc would keep it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -16,8 +16,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from specdec.errors import UnsupportedError
@@ -99,21 +100,27 @@ def _build(compiler: str, flags: list[str], path: Path) -> str:
         ]
         link = [compiler, *flags, "-shared", *objects.values(), "-o", str(path)]
         try:
-            return _run_all(commands, Path(folder)) or _run_all([link], Path(folder))
+            with _noted_interrupts() as interrupts:
+                return _run_all(commands, Path(folder), interrupts) or _run_all(
+                    [link], Path(folder), interrupts
+                )
         except OSError as error:
             raise UnsupportedError(f"native kernels: {compiler} does not run: {error}") from None
 
 
-def _run_all(commands: Iterable[list[str]], folder: Path) -> str:
+def _run_all(commands: Iterable[list[str]], folder: Path, interrupts: Sequence[int]) -> str:
     """Runs compilers side by side; the first line of one that failed, or "".
 
     None of them outlives the call, whatever ends it: each has a group of its own to be killed.
+    Ctrl-C ends it at once, also where interrupts are put off.
     """
     waiting = [(command, folder / f"{i}.log") for i, command in enumerate(commands)]
     running: list[tuple[subprocess.Popen[bytes], Path]] = []
     deadline = time.monotonic() + TIMEOUT
     try:
         while waiting or running:
+            if interrupts:
+                raise KeyboardInterrupt
             while waiting and len(running) < (os.cpu_count() or 1):
                 command, report = waiting.pop(0)
                 running.append((_start(command, report), report))
@@ -131,6 +138,24 @@ def _run_all(commands: Iterable[list[str]], folder: Path) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return ""
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """A list that gets an item for every Ctrl-C inside.
+
+    Compilers do not see Ctrl-C, as they have sessions of their own.
+    """
+    noted: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _start(command: list[str], report: Path) -> subprocess.Popen[bytes]:

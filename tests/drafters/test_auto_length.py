@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -155,6 +156,24 @@ def test_costs_are_measured_once_for_a_pair(
         assert again.costs == CHEAP
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model.activations": "f32"},
+        {"model.kernels": "torch"},
+        {"spec.draft.cache_type_k": "f16"},
+        {"spec.draft.p_min": 0.0},
+    ],
+)
+def test_costs_belong_to_what_was_chosen(
+    engine: Engine, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Whatever changes what a round costs is measured again, and nothing else is."""
+    Engine.load(engine.options.merge(change))
+    assert len(costs_files(tmp_path)) == (1 if "spec.draft.p_min" in change else 2)
+    assert not list((tmp_path / "cache" / "specdec").glob("tmp*"))
+
+
 def test_costs_make_sense(engine: Engine) -> None:
     inner = engine.drafter.drafters[0].inner  # type: ignore[attr-defined]
     for n_ctx in (engine.n_ctx, 8):
@@ -171,7 +190,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     inner = engine.drafter.drafters[0].inner  # type: ignore[attr-defined]
-    assert load_or_measure(engine.target, inner, 64, ()).observe > 0
+    assert load_or_measure(engine.target, inner, 64, (), ()).observe > 0
 
 
 @pytest.mark.parametrize("costs", [CHEAP, DEAR])

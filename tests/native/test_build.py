@@ -103,13 +103,20 @@ def test_a_compiler_without_end(slow: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert_none_is_left(slow)
 
 
-def test_a_build_that_is_broken_off(slow: Path) -> None:
-    command = "from specdec.native.build import shared_library; shared_library()"
-    running = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
+@pytest.mark.parametrize("wait", ["contextlib.nullcontext()", "interrupts.deferred()"])
+def test_a_build_that_is_broken_off(slow: Path, wait: str) -> None:
+    command = (
+        "import contextlib; from specdec_cli.interrupts import Interrupts\n"
+        "from specdec.native.build import shared_library\n"
+        "interrupts = Interrupts()\n"
+        f"with interrupts.handled(), {wait}: shared_library()"
+    )
+    running = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE, text=True)
     while not slow.exists() or not slow.read_text():
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
-    assert running.wait(timeout=60)
+    _, errors = running.communicate(timeout=60)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
     assert_none_is_left(slow)
 
 
