@@ -115,10 +115,10 @@ def _print_table(found: Mapping[str, Values]) -> None:
     if not found:
         return
     both = len(found) == 2
-    print(f"\n{'':<22}" + "".join(f"{name:>12}" for name in found) + ("   ratio" if both else ""))
+    print(f"\n{'':<25}" + "".join(f"{name:>12}" for name in found) + ("   ratio" if both else ""))
     for key in next(iter(found.values())):
         numbers = [values[key] for values in found.values() if key in values]
-        line = f"{key:<22}" + "".join(f"{number:>12.2f}" for number in numbers)
+        line = f"{key:<25}" + "".join(f"{number:>12.2f}" for number in numbers)
         if len(numbers) == 2:
             ours, theirs = numbers
             is_speed = key.endswith("/s")

@@ -27,13 +27,17 @@ def test_without_the_peer_and_without_drafts(tmp_path: Path) -> None:
     assert "not measured: llama.cpp" in out
     assert "make bench-peer" in out
     assert f"not measured: {draft} is not there" in out
-    rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()}
+    tables = out.partition("ms per round")
+    rows = {line[:25].strip(): line[25:].split() for line in tables[0].splitlines()}
+    rows |= {line[:22].strip(): line[22:].split() for line in tables[2].splitlines()}
     for key in (
         "load time, s",
         "prompt, tokens/s",
         "generation, tokens/s",
         "pass of 8, ms",
         "memory limit, %",
+        "not kernels, greedy, %",
+        "not kernels, samplers, %",
     ):
         (number,) = rows[key]
         assert float(number) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,3 +137,29 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     monkeypatch.setattr(resources, "devices", lambda: ["cpu"])
     assert device(n_gpu_layers="all") == "cpu"
     assert "--gpu-layers all: no usable GPU" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_one_thread_is_one_thread(tmp_path: Path, kernels: str) -> None:
+    """`--threads` counts for torch and for the kernels: with one, no thread is ever started."""
+    model = tiny.write_target(tmp_path / "target.gguf", n_layer=3)
+    script = (
+        "import os, torch; from pathlib import Path\n"
+        "from specdec.engine import Engine; from specdec.options import Options\n"
+        "def count(): return len(os.listdir('/proc/self/task'))\n"
+        "def started(n):\n"
+        f"    names = {{'model.path': Path({str(model)!r}), 'model.kernels': {kernels!r}}}\n"
+        "    before = count()\n"
+        "    options = Options().merge(names | {'model.n_threads': n})\n"
+        "    Engine.load(options).generate('a' * 40, generate__n_predict=20)\n"
+        "    torch.ones(300, 300) @ torch.ones(300, 300)\n"
+        "    return count() - before\n"
+        "print(started(1), started(3))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    one, three = map(int, result.stdout.split())
+    assert one == 0
+    assert three >= 2
