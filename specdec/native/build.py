@@ -148,7 +148,8 @@ def _noted_interrupts() -> Iterator[list[int]]:
     """
     noted: list[int] = []
     before = signal.getsignal(signal.SIGINT)
-    if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if before in (signal.SIG_IGN, None) or not is_main:
         yield noted
         return
     signal.signal(signal.SIGINT, lambda number, _: noted.append(number))

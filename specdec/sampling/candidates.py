@@ -28,7 +28,7 @@ Positions = npt.NDArray[np.int64]
 _HEADS = (256, 4096, sys.maxsize)
 """How many of the largest keys `walk` looks at, until their weight suffices."""
 _SORTED = 512
-"""Keys that it sorts rather than halve them once more."""
+"""Keys that are sorted rather than narrowed down once more."""
 _NEARLY_ALL = 1 - 1e-12
 """The largest share it looks for; up to here rounding cannot lead to a key without a weight."""
 
@@ -73,7 +73,7 @@ class Candidates:
 
     def keep(self, mask: Mask) -> Candidates:
         """The candidates where ``mask`` (bool [n]) holds; `SpecdecError` if it holds nowhere."""
-        return self.take(np.flatnonzero(mask))
+        return self.take(mask.nonzero()[0])
 
     def take(self, positions: Positions) -> Candidates:
         """The candidates at ``positions``, which ascend; `SpecdecError` if there are none."""
@@ -94,7 +94,7 @@ class Candidates:
         if self.ids is None:
             found = tokens < len(self)
             return tokens[found], found
-        slots = np.searchsorted(self.ids, tokens).clip(max=len(self) - 1)
+        slots = self.ids.searchsorted(tokens).clip(max=len(self) - 1)
         found = self.ids[slots] == tokens
         return slots[found], found
 
@@ -108,7 +108,7 @@ class Candidates:
 
     def in_order(self) -> Positions:
         """All positions, the best candidate first; for short rows."""
-        return np.argsort(-self.logits, kind="stable")
+        return (-self.logits).argsort(kind="stable")
 
     def probability_of(self, token: int) -> float:
         """Softmax probability of one candidate; 0 if it is none."""
@@ -130,16 +130,18 @@ def largest(keys: Floats, n: int) -> Positions:
 
     Empty if one of the keys is not a number.
     """
-    near = np.flatnonzero(keys >= _floor(keys, n))
-    if not len(near):
-        return near
+    near: Positions = (keys >= _floor(keys, n)).nonzero()[0]
+    if len(near) <= _SORTED:
+        best: Positions = near[(-keys[near]).argsort(kind="stable")[:n]]
+        best.sort()
+        return best
     values = keys[near]
     edge = np.partition(values, len(near) - n)[len(near) - n]
     kept = values > edge
-    ties = np.flatnonzero(values == edge)
+    ties = (values == edge).nonzero()[0]
     kept[ties[: n - np.count_nonzero(kept)]] = True
-    positions: Positions = near[kept]
-    return positions
+    best = near[kept]
+    return best
 
 
 def walk(keys: Floats, weights: Doubles, share: float, side: Literal["left", "right"]) -> int:
@@ -158,9 +160,9 @@ def walk(keys: Floats, weights: Doubles, share: float, side: Literal["left", "ri
 
 
 def _walk_sorted(keys: Floats, weights: Doubles, mass: float) -> int:
-    order = np.argsort(-keys, kind="stable")
-    slot = int(np.searchsorted(weights[order].cumsum(), mass, "right"))
-    return int(order[min(slot, len(order) - 1)])
+    order = (-keys).argsort(kind="stable")
+    slot = weights[order].cumsum().searchsorted(mass, "right")
+    return int(order[min(int(slot), len(order) - 1)])
 
 
 def _narrowed(keys: Floats, weights: Doubles, mass: float) -> tuple[Positions, float]:
@@ -171,7 +173,7 @@ def _narrowed(keys: Floats, weights: Doubles, mass: float) -> tuple[Positions, f
     passed, above = 0.0, math.inf
     for n in _HEADS:
         floor = _floor(keys, n) if n < len(keys) else -math.inf
-        part = np.flatnonzero(keys >= floor)
+        part = (keys >= floor).nonzero()[0]
         met = float(weights[part].sum())
         if met > mass or n >= len(keys):
             break

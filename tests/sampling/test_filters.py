@@ -182,6 +182,12 @@ def test_head_skips_banned_tokens() -> None:
 def test_nothing_to_choose_from_is_an_error(value: float) -> None:
     with pytest.raises(SpecdecError, match="no token is left"):
         filters.top_k(Candidates(np.full(50, value, np.float32)), 3)
+    if np.isnan(value):  # a single one, wherever it is
+        for place in (0, 3000, 4999):
+            logits = np.zeros(5000, np.float32)
+            logits[place] = value
+            with pytest.raises(SpecdecError, match="no token is left"):
+                filters.top_k(Candidates(logits), 3)
     with pytest.raises(SpecdecError, match="no token is left"):
         filters.min_p(Candidates(np.full(50, math.nan, np.float32)), 0.5)
 
