@@ -210,4 +210,6 @@ def _floor(keys: Floats, n: int) -> float:
         rest = keys[n_rows * width :]
         keys = keys[: n_rows * width].reshape(n_rows, width).max(axis=0)
         keys[: len(rest)] = np.maximum(keys[: len(rest)], rest)
+    if np.isnan(keys.max()):
+        return math.nan
     return float(np.partition(keys, len(keys) - n)[len(keys) - n])
