@@ -34,11 +34,12 @@ Transform = Callable[[str, Tensor], Tensor]
 
 
 RunLayers = Callable[..., tuple[Tensor, Tensor | None]]
-"""``(layers, hidden [T, D], cache, index of the first layer, rotary tables of each layer, rows,
-n_logits)`` -> (hidden [T, D], logits [n_logits, V] of the last rows or None).
+"""``(layers, hidden [T, D], cache, rotary tables of each layer, rows, n_logits, taps, tapped)`` ->
+(hidden [T, D], logits [n_logits, V] of the last rows or None).
 
-Rows are appended to the cache, and may be overwritten. Tables begin at position 0. ``n_logits`` is
-0 before the last layer; logits are None if they are left to the caller.
+Rows are appended to the cache, and may be overwritten. Tables begin at position 0. ``tapped``
+[T, n_taps, D] gets what the residual stream is at ``taps``, but for -1. Logits are None if they are
+left to the caller.
 """
 
 
@@ -116,7 +117,7 @@ class Target(nn.Module):
         """Runs on other modules, with the same signatures, that compute every row as if alone.
 
         Passes are then never split or padded: any number of rows gives the same numbers.
-        ``run_layers`` is called with all layers between two taps, and makes the logits, too.
+        ``run_layers`` makes the logits, too.
         """
         self.blk = nn.ModuleList(layers)
         self._layers = list(layers)  # type: ignore[arg-type]
@@ -237,27 +238,16 @@ class Target(nn.Module):
 
         Commits ``rows.count`` rows.
         """
-        n, n_layer = tokens.shape[0], len(self._layers)
+        n = tokens.shape[0]
         tables = [kind.tables(rows.start + n, tokens.device) for kind in self._rotary]
         rotary = [tables[kind] for kind in self._rotary_of]
         hidden = self.embed(tokens)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self.config.embedding_scale
         tapped = hidden.new_empty(n, len(taps), self.config.n_embd) if taps else None
-        logits, first = None, 0
-        for last in sorted({tap for tap in taps if 0 < tap < n_layer} | {n_layer}):
-            _store(tapped, taps, first, hidden)
-            hidden, logits = self._run_layers(
-                self._layers[first:last],
-                hidden,
-                cache,
-                first,
-                rotary[first:last],
-                rows,
-                n_logits if last == n_layer else 0,
-            )
-            first = last
-        _store(tapped, taps, n_layer, hidden)
+        hidden, logits = self._run_layers(
+            self._layers, hidden, cache, rotary, rows, n_logits, taps, tapped
+        )
         if -1 in taps:
             _store(tapped, taps, -1, self.output_norm(hidden))
         cache.advance(rows.count)
@@ -268,15 +258,18 @@ def _run_one_by_one(
     layers: Sequence[DecoderLayer],
     hidden: Tensor,
     cache: KVCache,
-    first: int,
     rotary: Sequence[tuple[Tensor, Tensor]],
     rows: Rows,
     _: int,
+    taps: Sequence[int],
+    tapped: Tensor | None,
 ) -> tuple[Tensor, None]:
     end = rows.start + hidden.shape[0]
     parts = {id(pair): (pair[0][rows.start : end], pair[1][rows.start : end]) for pair in rotary}
     for index, (layer, pair) in enumerate(zip(layers, rotary, strict=True)):
-        hidden = layer(hidden, cache, first + index, parts[id(pair)], rows)
+        _store(tapped, taps, index, hidden)
+        hidden = layer(hidden, cache, index, parts[id(pair)], rows)
+    _store(tapped, taps, len(layers), hidden)
     return hidden, None
 
 

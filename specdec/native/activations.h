@@ -38,6 +38,7 @@ struct Input {
   const int32_t* index = nullptr;  // [n] which rows of the memory these are; null: the first ones
 
   int64_t place(int64_t t) const { return index ? index[t] : t; }
+  int64_t within(int64_t t) const { return t < n ? t : n - 1; }
   const float* row(int64_t t) const { return values + place(t) * cols; }
   float* kept_row(int64_t t) const { return kept + place(t) * kept_floats(cols, bytes); }
   const float* sums(int64_t t) const { return kept_row(t); }

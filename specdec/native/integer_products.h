@@ -15,7 +15,7 @@ struct IntegerProducts {
   static void add(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
                   f32x16* total) {
     const Block* rows[T];
-    for (int t = 0; t < T; t++) rows[t] = input.blocks<BYTES>(t0 + t);
+    for (int t = 0; t < T; t++) rows[t] = input.blocks<BYTES>(input.within(t0 + t));
     for_blocks<Format>(group, cols, [&](const uint8_t* header, const uint8_t* block, int64_t b) {
       const Factors factors = Format::factors(header, block);
       for (int h = 0; h < Format::SCALES; h++) {

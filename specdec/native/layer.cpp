@@ -3,6 +3,7 @@
 // one thread, in one order.
 #include "layer.h"
 
+#include <cstring>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -21,14 +22,24 @@ int64_t widest_input(const Layer& layer) {
   return largest_of(largest_of(layer.n_embd, layer.k.cols), layer.output.cols);
 }
 
+// Row t as layer `index` finds it, for those who want it.
+void store_taps(const Pass& pass, int64_t index, int64_t t) {
+  const int64_t n_embd = pass.calls[0].layer->n_embd;
+  for (int64_t slot = 0; slot < pass.n_taps; slot++)
+    if (pass.taps[slot] == index)
+      std::memcpy(pass.tapped + (t * pass.n_taps + slot) * n_embd, pass.hidden + t * n_embd,
+                  static_cast<size_t>(n_embd) * sizeof(float));
+}
+
 class LayerPass {
  public:
-  LayerPass(const LayerCall& call, const Pass& pass, const Stream& stream, Scratch scratch)
-      : layer(*call.layer),
+  LayerPass(int64_t index, const Pass& pass, const Stream& stream, Scratch scratch)
+      : index(index),
+        layer(*pass.calls[index].layer),
         pass(pass),
         stream(stream),
         scratch(scratch),
-        mixer(new_mixer(call)),
+        mixer(new_mixer(pass.calls[index])),
         feed_forward(new_feed_forward()) {}
 
   int64_t scratch_size() const { return scratch.size; }
@@ -48,12 +59,13 @@ class LayerPass {
       for (int64_t t = range.first; t < range.last; t++) {
         feed_forward->finish_row(t);
         add_row(t, stream.middle, layer.post_ffw_norm, 1.0f, layer.output_scale, pass.hidden);
-        if (next) next->start_row(t);
+        next ? next->start_row(t) : store_taps(pass, index + 1, t);
       }
     });
   }
 
   void start_row(int64_t t) const {
+    store_taps(pass, index, t);
     const int64_t blocks = blocks_of(layer.k.cols);
     if (pass.inputs)
       input(pass.inputs, layer.k.cols).prepare(t * blocks, (t + 1) * blocks);
@@ -62,6 +74,7 @@ class LayerPass {
   }
 
  private:
+  const int64_t index;
   const Layer& layer;
   const Pass& pass;
   const Stream& stream;
@@ -136,7 +149,7 @@ int64_t specdec_scratch(const Pass* pass) {
   const Stream stream(*pass, scratch);
   int64_t size = 0;
   for (int64_t i = 0; i < pass->n_layers; i++)
-    size = largest_of(size, LayerPass(pass->calls[i], *pass, stream, scratch).scratch_size());
+    size = largest_of(size, LayerPass(i, *pass, stream, scratch).scratch_size());
   return pass->n_logits ? largest_of(size, LogitsPass(*pass, {nullptr}).scratch_size()) : size;
 }
 
@@ -146,7 +159,7 @@ void specdec_layers(const Pass* pass) {
   const Stream stream(*pass, scratch);
   std::deque<LayerPass> layers;
   for (int64_t i = 0; i < pass->n_layers; i++)
-    layers.emplace_back(pass->calls[i], *pass, stream, scratch);
+    layers.emplace_back(i, *pass, stream, scratch);
   Steps steps(static_cast<int>(pass->n_threads));
   steps.add(pass->n, [&](Range range, int) {
     for (int64_t t = range.first; t < range.last; t++) layers[0].start_row(t);

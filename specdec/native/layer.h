@@ -100,6 +100,9 @@ struct Pass {
   const Head* head;
   float* logits;     // [n_logits, rows of the head's matrix] of the last rows
   int64_t n_logits;  // 0 = none are wanted
+  int64_t n_taps;
+  const int64_t* taps;  // [n_taps] the layer whose rows are wanted as it finds them; n_layers = behind
+  float* tapped;        // [n, n_taps, n_embd]
 };
 
 }  // namespace specdec

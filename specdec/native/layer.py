@@ -207,19 +207,26 @@ class LayerStack:
         layers: Sequence[NativeLayer],
         hidden: Tensor,
         cache: KVCache,
-        first: int,
         rotary: Sequence[tuple[Tensor, Tensor]],
         rows: Rows,
         n_logits: int,
+        taps: Sequence[int],
+        tapped: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `specdec.models.base.RunLayers`. Raises `CacheError` if the cache is full."""
         n = hidden.shape[0]
         out = floats(hidden, (n, layers[0].spec.n_embd))
-        calls = layer_calls(
-            layers, cache, first, n, rotary, rows.start, keeps_every_state=rows.exact
+        calls = layer_calls(layers, cache, 0, n, rotary, rows.start, keeps_every_state=rows.exact)
+        logits = self._library.run_layers(
+            calls,
+            out,
+            rows.start,
+            head=self._head if n_logits else None,
+            n_logits=n_logits,
+            taps=taps,
+            tapped=tapped,
         )
-        head = self._head if n_logits else None
-        return out, self._library.run_layers(calls, out, rows.start, head=head, n_logits=n_logits)
+        return out, logits
 
 
 class PackedEmbedding(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -114,7 +114,8 @@ class Pass(ctypes.Structure):
         ("calls", ctypes.POINTER(LayerCall)),
         *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
         *((name, _POINTER) for name in ("hidden", "scratch", "inputs", "head", "logits")),
-        ("n_logits", _INT),
+        *((name, _INT) for name in ("n_logits", "n_taps")),
+        *((name, _POINTER) for name in ("taps", "tapped")),
     )
 
 
@@ -209,14 +210,19 @@ class Library:
         inputs: Tensor | None = None,
         head: Head | None = None,
         n_logits: int = 0,
+        taps: Sequence[int] = (),
+        tapped: Tensor | None = None,
     ) -> Tensor | None:
         """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
 
         With ``sees_block`` a row sees those behind it, too. The attention of a single layer may
         read other ``inputs`` [T, columns of q], without a norm. Returns the logits
-        [``n_logits``, V] of the last rows by ``head``, if any. The caller has checked every size.
+        [``n_logits``, V] of the last rows by ``head``, if any. ``tapped`` [T, n_taps, D] gets the
+        rows as layer k finds them, k being one of ``taps``, or as the last one leaves them, k
+        being the number of layers; nothing for other k. The caller has checked every size.
         """
         logits = None if head is None else torch.empty(n_logits, head.matrix.rows)
+        layers = (_INT * len(taps))(*taps)
         self._run(
             self._lib.specdec_layers,
             Pass(
@@ -232,6 +238,9 @@ class Library:
                 None if head is None else ctypes.addressof(head),
                 None if logits is None else logits.data_ptr(),
                 n_logits,
+                len(taps),
+                ctypes.addressof(layers) if taps else None,
+                None if tapped is None else tapped.data_ptr(),
             ),
         )
         return logits

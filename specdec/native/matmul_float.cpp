@@ -7,15 +7,15 @@ namespace {
 // Activations in float32: two chains a block, for even and for odd columns.
 template <class Format>
 struct FloatProducts {
-  static constexpr int TILE = MAX_TILE;
+  static constexpr int TILE = MAX_TILE / 2;  // larger ones take long to compile and win little
 
   template <int T>
   static void add(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
                   f32x16* total) {
     const float *x[T], *sums[T];
     for (int t = 0; t < T; t++) {
-      x[t] = input.row(t0 + t);
-      sums[t] = input.sums(t0 + t);
+      x[t] = input.row(input.within(t0 + t));
+      sums[t] = input.sums(input.within(t0 + t));
     }
     for_blocks<Format>(group, cols, [&](const uint8_t* header, const uint8_t* block, int64_t b) {
       const Factors factors = Format::factors(header, block);
@@ -67,7 +67,7 @@ struct PlainProducts {
                   f32x16* total) {
     constexpr int64_t step = Numbers::bytes * GROUP;
     const float* x[T];
-    for (int t = 0; t < T; t++) x[t] = input.row(t0 + t);
+    for (int t = 0; t < T; t++) x[t] = input.row(input.within(t0 + t));
     for (int64_t start = 0; start < cols; start += BLOCK) {
       const int64_t end = start + BLOCK < cols ? start + BLOCK : cols;
       prefetch(group + start * step + AHEAD, BLOCK * step);

@@ -34,6 +34,7 @@ struct Output {
   int64_t rows;
 };
 
+// A tile of T rows; of those beyond the last one nothing is kept.
 template <class Products, int T>
 void multiply_tile(const uint8_t* group, int64_t cols, const Input& input, int64_t t0,
                    int64_t row, const Output& out) {
@@ -42,7 +43,7 @@ void multiply_tile(const uint8_t* group, int64_t cols, const Input& input, int64
   Products::template add<T>(group, cols, input, t0, total);
   const int64_t count = out.rows - row < GROUP ? out.rows - row : GROUP;
   const f32x16 bias = out.bias ? load_partial(out.bias + row, count) : broadcast(0.0f);
-  for (int t = 0; t < T; t++) {
+  for (int t = 0; t < T && t0 + t < input.n; t++) {
     float* destination = out.values + (t0 + t) * out.stride + row;
     const f32x16 value = out.bias ? total[t] + bias : total[t];
     if (count == GROUP) store(destination, value);
@@ -50,17 +51,22 @@ void multiply_tile(const uint8_t* group, int64_t cols, const Input& input, int64
   }
 }
 
+// The next smaller tile: 6, 4, 3, 2, 1. Too many rows for it take T of which some count twice: that is
+// cheaper than reading weights again.
+constexpr int smaller_tile(int T) { return T == 8 ? 6 : T == 6 ? 4 : T - 1; }
+
 // Groups first ... last - 1 with all rows of the input from t0 on, in tiles of at most T rows: a tile
 // stays in the first cache, the groups in the second.
 template <class Products, int T>
 void multiply_tiles(const Matrix& matrix, const Input& input, int64_t t0, int64_t first,
                     int64_t last, const Output& out) {
   const int64_t bytes = Products::bytes(matrix.cols);
-  for (; t0 + T <= input.n; t0 += T)
+  for (; t0 + smaller_tile(T) < input.n; t0 += T)
     for (int64_t g = first; g < last; g++)
       multiply_tile<Products, T>(matrix.data + g * bytes, matrix.cols, input, t0, g * GROUP, out);
   if constexpr (T > 1) {
-    if (t0 < input.n) multiply_tiles<Products, T / 2>(matrix, input, t0, first, last, out);
+    if (t0 < input.n)
+      multiply_tiles<Products, smaller_tile(T)>(matrix, input, t0, first, last, out);
   }
 }
 

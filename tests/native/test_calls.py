@@ -53,7 +53,7 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
             expected = run(expected)
         tables = [RotaryEmbedding(spec.rope).tables(start + n, CPU) for spec in specs]
         rows = Rows(start, n, exact=True)
-        out, logits = stack(layers, hidden.clone(), cache, 0, tables, rows, 2)
+        out, logits = stack(layers, hidden.clone(), cache, tables, rows, 2, (), None)
         cache.advance(n)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         raw = torch.nn.functional.rms_norm(expected[-2:], norm.shape, norm, PLAIN.rms_eps)
