@@ -101,7 +101,7 @@ int64_t AttentionBranch::tiles() const { return (pass_.n + ATTEND_TILE - 1) / AT
 // Rows t0 ... of one head, prepared for products if a head is a number of whole blocks.
 void AttentionBranch::attend_tile(int64_t head, int64_t t0, int64_t head_blocks,
                                   int thread) const {
-  Query queries[ATTEND_TILE];
+  Query queries[ATTEND_TILE] = {};
   const int64_t count = smallest_of(pass_.n - t0, ATTEND_TILE);
   for (int64_t i = 0; i < count; i++) {
     const int64_t t = t0 + i, own_end = pass_.start + t + 1;

@@ -64,8 +64,8 @@ inline u8x64 lookup(const uint8_t* table, const u8x64& a) {
 #endif
 
 // Whether `dot<true>` takes 128 from every element of `a` first. Where instructions add up pairs of
-// products in sixteen bits, that is what makes them fit.
-#if defined(SPECDEC_PAIRS)
+// products in sixteen bits, that is what makes them fit; others multiply signed bytes alone.
+#if defined(SPECDEC_PAIRS) || (defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8))
 constexpr bool WIDE_IS_SIGNED = true;
 #else
 constexpr bool WIDE_IS_SIGNED = false;
@@ -100,6 +100,9 @@ inline i32_lanes dot_lanes(i32_lanes sum, u8_quads a, int32_t b) {
   return sum + (i32_lanes)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
   return (i32_lanes)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, vreinterpretq_s8_s32(vdupq_n_s32(b)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t factors = (int8x16_t)(WIDE ? a ^ 128 : a);
+  return (i32_lanes)vdotq_s32((int32x4_t)sum, factors, vreinterpretq_s8_s32(vdupq_n_s32(b)));
 #else
   for (int k = 0; k < 4; k++) {
     const int32_t factor = static_cast<int8_t>(static_cast<uint32_t>(b) >> (8 * k));

@@ -174,3 +174,10 @@ def test_layers_that_the_kernels_do_not_know(
 def test_other_devices_run_on_torch() -> None:
     with GGUFFile.open(VECTORS / "tgt_llama.gguf") as file:
         assert load_target(file, device="meta").is_row_invariant is False
+
+
+def test_the_program_for_emulated_processors_is_up_to_date() -> None:
+    """`make neon` needs more than a compiler; that its program fits the kernels shows without."""
+    driver = Path(__file__).with_name("emulated.cpp")
+    command = [build.find_compiler(), "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", driver]
+    subprocess.run(command, check=True)
