@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from overhead import outside_kernels
-from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, report, timed
+from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, memory, report, timed
 
 from specdec.engine import Engine
 from specdec.gguf_file import GGUFFile
@@ -47,12 +47,13 @@ def main(path: str, n_threads: int) -> None:
 
     passes = {n: timed(lambda n=n: one_pass(n)) for n in PASSES}
     relative = {f"pass of {n} / pass of 1": passes[n] / passes[1] for n in PASSES[1:]}
+    resident = memory()
     n_bytes = read_bytes(Path(path)) + cache_bytes(target, cache)
     shares = {"memory limit, %": 100 * n_bytes / bandwidth() / passes[1]}
     if target.is_row_invariant:
         for name, temp in (("greedy", 0.0), ("samplers", SamplingOptions().temp)):
             shares[f"not kernels, {name}, %"] = outside_kernels(engine, temp)
-    report(load, prompt, generate, passes, relative | shares)
+    report(load, prompt, generate, passes, resident | relative | shares)
 
 
 def read_bytes(path: Path) -> int:

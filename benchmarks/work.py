@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 SHORT = "SPECDEC_BENCH_SHORT" in os.environ
 """Less of everything, for large models."""
@@ -31,6 +32,19 @@ def timed(run: Callable[[], None]) -> float:
         run()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def memory() -> dict[str, float]:
+    """Resident memory of this process in MB, now and at its largest, on Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    kilobytes = {
+        name: int(rest.split()[0])
+        for name, _, rest in (x.partition(":") for x in lines)
+        if name in ("VmRSS", "VmHWM")
+    }
+    rows = {"memory, MB": "VmRSS", "largest memory, MB": "VmHWM"}
+    return {row: kilobytes[name] * 1024 / 1e6 for row, name in rows.items() if name in kilobytes}
 
 
 def report(

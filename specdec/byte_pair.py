@@ -7,7 +7,7 @@ has is up to the pre-tokenizer (`pretokenizer.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +32,7 @@ class BytePairEncoder:
     """Text to ids by byte-pair merging with the `tokenizers` package; knows no special tokens."""
 
     def __init__(
-        self, vocabulary: Vocabulary, merges: list[tuple[str, str]], row: PreTokenizer
+        self, vocabulary: Vocabulary, merges: Iterable[tuple[str, str]], row: PreTokenizer
     ) -> None:
         self._engine = _build_engine(vocabulary, merges, row)
         self._escape_whitespaces = row.escape_whitespaces
@@ -62,20 +62,20 @@ class NewlineRunEncoder:
 
 
 def _build_engine(
-    vocabulary: Vocabulary, merges: list[tuple[str, str]], row: PreTokenizer
+    vocabulary: Vocabulary, merges: Iterable[tuple[str, str]], row: PreTokenizer
 ) -> Engine:
     from tokenizers import Tokenizer as Engine
     from tokenizers import models
 
-    known = vocabulary.ids_by_text
-    usable = [
-        (left, right)
-        for left, right in dict.fromkeys(merges)
+    known, texts = vocabulary.ids_by_text, vocabulary.tokens
+    usable = dict.fromkeys(
+        (texts[known[left]], texts[known[right]])  # no strings of their own
+        for left, right in merges
         if left in known and right in known and left + right in known
-    ]
+    )
     model = models.BPE(
         vocab=known,
-        merges=usable,
+        merges=list(usable),
         ignore_merges=row.ignore_merges,
         byte_fallback=not row.byte_level,
     )
@@ -84,18 +84,17 @@ def _build_engine(
     return engine
 
 
-def read_merges(metadata: Mapping[str, Any], pre: str | None) -> list[tuple[str, str]]:
+def read_merges(metadata: Mapping[str, Any], pre: str | None) -> Iterator[tuple[str, str]]:
+    """The pairs of symbols that become one, best first. Raises `ModelFileError`."""
     if PREFIX + "merges" not in metadata and pre == "kimi-k2":
-        return []
-    merges = []
+        return
     for rank, text in enumerate(read_texts(metadata, "merges")):
         cut = text.find(" ", 1)  # a first symbol may itself begin with a space
         if cut < 0:
             raise ModelFileError(
                 f"{PREFIX}merges: entry {rank} is {text!r}, expected two symbols and a space"
             )
-        merges.append((text[:cut], text[cut + 1 :]))
-    return merges
+        yield text[:cut], text[cut + 1 :]
 
 
 @cache

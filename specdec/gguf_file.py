@@ -38,7 +38,8 @@ T = TypeVar("T")
 class Metadata(Mapping[str, Any]):
     """The metadata of a model by key, decoded at first use, with the user's overrides on top.
 
-    Scalars are Python values, arrays of numbers read-only numpy arrays, other arrays lists.
+    Scalars are Python values, arrays of numbers read-only numpy arrays, other arrays lists. Those
+    are decoded at every use: the strings of a vocabulary take more memory than some models.
     """
 
     def __init__(self, header: Header, overrides: Mapping[str, int | float | bool | str]) -> None:
@@ -47,9 +48,12 @@ class Metadata(Mapping[str, Any]):
         self._keys = dict.fromkeys((*header.values, *overrides))
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._decoded:
-            self._decoded[key] = self._header.decode(key)
-        return self._decoded[key]
+        if key in self._decoded:
+            return self._decoded[key]
+        value = self._header.decode(key)
+        if not isinstance(value, list):
+            self._decoded[key] = value
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)

@@ -23,7 +23,7 @@ from specdec.native.memory import WeightMemory
 
 GROUP = 16
 """Rows that are interleaved."""
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 20
 """Bytes of a tensor that are packed at a time, so that temporaries stay small."""
 
 
@@ -81,13 +81,28 @@ def pack(
     Every value stays what `quant.dequantize` would give, up to one rounding of scale times quant.
     ``memory`` is where it is to lie; by default in some of its own.
     """
-    rows = raw.shape[0]
+
+    def read(start: int, end: int) -> Tensor:
+        return raw[start:end]
+
+    return pack_rows(read, ggml_type, (raw.shape[0], cols), memory or WeightMemory())
+
+
+def pack_rows(
+    read: Callable[[int, int], Tensor], ggml_type: str, shape: tuple[int, int], memory: WeightMemory
+) -> PackedMatrix:
+    """`pack` for a matrix of ``shape`` (rows, cols), asking for some rows at a time.
+
+    ``read`` gives rows start ... end - 1 of the file's bytes, so that nobody holds all of them.
+    """
+    rows, cols = shape
     kind = Kind[ggml_type] if ggml_type in PACKED_TYPES else Kind.F32
     split = _SPLITTERS.get(ggml_type)
-    step = max(1, _CHUNK_BYTES // (raw.shape[1] * GROUP)) * GROUP
+    layout = block_layout(ggml_type)
+    step = max(1, _CHUNK_BYTES // (cols // layout.block_size * layout.type_size * GROUP)) * GROUP
     packed, place = torch.empty(0, 0), 0
     for start in range(0, max(rows, 1), step):
-        part = raw[start : start + step]
+        part = read(start, min(start + step, rows))
         if ggml_type not in PACKED_TYPES:
             values = quant.dequantize(part.numpy(), ggml_type, (part.shape[0], cols))
             part = values.float().view(torch.uint8)
@@ -96,10 +111,10 @@ def pack(
         if split is None:
             groups = _interleave(part, cols)
         else:
-            groups = _pack_blocks(part, block_layout(ggml_type).type_size, split)
+            groups = _pack_blocks(part, layout.type_size, split)
         if not start:
-            shape = -(-rows // GROUP), groups.shape[1]
-            packed = (memory or WeightMemory()).take(math.prod(shape)).view(shape)
+            size = -(-rows // GROUP), groups.shape[1]
+            packed = memory.take(math.prod(size)).view(size)
         packed[place : place + len(groups)] = groups
         place += len(groups)
     return PackedMatrix(kind, rows, cols, packed)

@@ -13,10 +13,13 @@ from torch.nn import functional as F
 from specdec.gguf_file import GGUFFile
 from specdec.native.library import ExpertMatrices, Matrix, matrix_struct
 from specdec.native.memory import WeightMemory
-from specdec.native.packing import GROUP, PackedMatrix, pack
+from specdec.native.packing import GROUP, PackedMatrix, pack, pack_rows
 
 Transform = Callable[[str, Tensor], Tensor]
 """Rearranges the rows of a tensor by name, whatever its columns are."""
+
+MISSING = -1
+"""In place of the number of a row."""
 
 
 class Weights:
@@ -32,25 +35,33 @@ class Weights:
 
     def pieces(self, name: str, *heights: int) -> list[PackedMatrix]:
         """A matrix cut into pieces of so many rows each, or whole without any."""
-        raw, ggml_type, cols = self.read(name)
-        rows = torch.from_numpy(raw.copy())
-        if self._transform is not None:
-            rows = self._transform(name, rows)
-        pieces = [
-            pack(part, ggml_type, cols, self._memory)
-            for part in torch.split(rows, list(heights) or [len(rows)])
-        ]
-        self.release(name)
-        return pieces
+        order = torch.arange(self.read(name)[0].shape[0])
+        if self._transform is not None:  # which does nothing to a matrix but to move its rows
+            order = self._transform(name, order)
+        return [self._pack(name, part) for part in torch.split(order, list(heights) or len(order))]
 
     def experts(self, name: str) -> PackedMatrix:
         """The matrices [X, rows, cols] of experts: as `matrix`, the data [X, groups, bytes]."""
-        raw, ggml_type, cols = self.read(name)
-        count, rows = raw.shape[:2]
-        padded = F.pad(torch.from_numpy(raw.copy()), (0, 0, 0, -rows % GROUP))
-        packed = pack(padded.flatten(0, 1), ggml_type, cols, self._memory)
-        self.release(name)
-        return PackedMatrix(packed.kind, rows, cols, torch.unflatten(packed.data, 0, (count, -1)))
+        count, rows = self.read(name)[0].shape[:2]
+        order = torch.arange(count * rows).view(count, rows)
+        packed = self._pack(name, F.pad(order, (0, -rows % GROUP), value=MISSING).flatten())
+        data = torch.unflatten(packed.data, 0, (count, -1))
+        return PackedMatrix(packed.kind, rows, packed.cols, data)
+
+    def _pack(self, name: str, order: Tensor) -> PackedMatrix:
+        """Rows ``order`` of a tensor, `MISSING` ones zeros.
+
+        What was read of the file is given back piece by piece: the packed form is the only copy.
+        """
+        _, ggml_type, cols = self.read(name)
+
+        def read(start: int, end: int) -> Tensor:
+            raw, wanted = self.read(name)[0], order[start:end]
+            rows = torch.from_numpy(raw.reshape(-1, raw.shape[-1])[wanted.numpy()])
+            self.release(name)
+            return rows.masked_fill_((wanted == MISSING)[:, None], 0)
+
+        return pack_rows(read, ggml_type, (len(order), cols), self._memory)
 
     def plain_matrix(self, name: str) -> PackedMatrix:
         """A matrix as float32, whatever it is in the file."""
@@ -70,7 +81,7 @@ class Weights:
         return self._file.raw(name).reshape(*info.shape[:-1], -1), info.ggml_type, info.shape[-1]
 
     def release(self, name: str) -> None:
-        """Gives the file's memory of a tensor back: the packed form is the only copy."""
+        """Gives the file's memory of a tensor back."""
         self._file.release(name)
 
 
