@@ -6,7 +6,7 @@ DRAFT := models/SmolLM2-135M-Instruct-DSpark.gguf
 PROMPT ?= Write a Python class Point with methods add, sub, mul and div, each returning a new Point.
 PEER := downloads/llama.cpp-venv
 
-.PHONY: help install demo test sanitize bench bench-peer check format lint types docs clean
+.PHONY: help install demo test sanitize neon bench exactness bench-peer check format lint types docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,9 +30,18 @@ demo: .venv/installed $(MODEL) ## answer a prompt with a real model, speculative
 test: .venv/installed $(MODEL) ## run the tests
 	$(BIN)/python -m pytest
 
+# Compiling takes minutes with more: the kernels have thousands of short-lived values.
+SANITIZE := -fsanitize=address -fno-sanitize-address-use-after-scope -g -O1
+
 sanitize: .venv/installed ## run the tests of the native kernels under AddressSanitizer
-	CXXFLAGS="-fsanitize=address -g -O1" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
+	CXXFLAGS="$(SANITIZE)" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/native
+
+neon: .venv/installed ## run the kernels for ARM in an emulator (g++-aarch64-linux-gnu, qemu-user-static)
+	$(BIN)/python -m pytest tests/native/emulated_arm.py
+
+exactness: .venv/installed $(MODEL) ## compare all drafters with plain decoding (PROMPTS=file or folder)
+	$(BIN)/python benchmarks/exactness.py $(MODEL) models/*.gguf $(if $(PROMPTS),--prompts $(PROMPTS))
 
 bench: .venv/installed $(MODEL) ## measure speed here and in llama.cpp, and rounds with each draft
 	$(BIN)/python benchmarks/run.py $(MODEL) models/*.gguf --formats
