@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor
 
-PIECE = 32 << 20
+PIECE = 128 << 20
 """Bytes that are asked for at a time; what is not used of them takes no memory."""
 ALIGNMENT = 64
 

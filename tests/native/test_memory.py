@@ -10,9 +10,10 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 import torch
 
-from specdec.native.memory import ALIGNMENT, PIECE, WeightMemory
+from specdec.native.memory import ALIGNMENT, WeightMemory
 
 PEAK_OF_LOADING = """
 import resource, sys
@@ -84,9 +85,11 @@ def test_loading_takes_the_memory_of_the_file(tmp_path: Path) -> None:
     assert int(result.stdout) < path.stat().st_size + SLACK
 
 
-def test_tensors_are_aligned_and_apart() -> None:
+def test_tensors_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = 1 << 16
+    monkeypatch.setattr("specdec.native.memory.PIECE", piece)
     memory = WeightMemory()
-    sizes = (1, 63, 64, 65, 1000, PIECE - 10, 0, PIECE + 1, 5)
+    sizes = (1, 63, 64, 65, 1000, piece - 10, 0, piece + 1, 5)
     tensors = [memory.take(size) for size in sizes]
     for number, (size, tensor) in enumerate(zip(sizes, tensors, strict=True)):
         assert tensor.shape == (size,)
