@@ -14,23 +14,32 @@ import copy
 import time
 from typing import TYPE_CHECKING, Self
 
+import torch
+
 from specdec.drafters.base import Draft, Drafter, Saves
-from specdec.drafters.costs import LiveCosts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.drafters.costs import Costs
+    from specdec.drafters.costs import Costs, LiveCosts
     from specdec.options import SamplingOptions
 
 PRIOR = 0.6
 """Chance of acceptance before anything is known."""
-WEIGHT = 2.0
+WEIGHT = 4.0
 """How many observations the chance of the position before, or `PRIOR`, counts for."""
 MEMORY = 0.99
 """What a round's observations count for one round later."""
-FIRST_PAUSE, LONGEST_PAUSE = 16, 256
-"""Rounds without drafts until one is tried again; twice as many after each vain trial."""
+MARGIN = 1.02
+"""How much faster than plain decoding drafts must be expected to be."""
+FIRST_PAUSE, LONGEST_PAUSE = 32, 256
+"""Rounds without drafts until some are tried again; twice as many after each vain trial."""
+TRIAL = 4
+"""Rounds of a trial."""
+PLAIN_EVERY = 64
+"""Rounds with drafts until one goes without, to see what that takes."""
+MOST_UNSEEN = 256
+"""Tokens that are kept for a resting drafter."""
 
 
 class Acceptance:
@@ -65,51 +74,88 @@ def best_length(costs: Costs | LiveCosts, chances: list[float], shortest: int = 
         if length:
             reached *= chances[length - 1]
             expected += reached
-        speed = expected / costs.round(length)
+        speed = expected / costs.round(length) * (1.0 if length else MARGIN)
         if length >= shortest and speed > best_speed:
             best, best_speed = length, speed
     return best
 
 
-class AutoLength:
-    """A drafter whose drafts are as long as is worth their time."""
+class Unseen:
+    """Tokens that a drafter has not been shown yet, with their taps."""
 
-    def __init__(self, inner: Drafter, costs: Costs) -> None:
+    def __init__(self) -> None:
+        self.n_tokens = 0
+        self._tokens: list[Tensor] = []
+        self._hidden: list[Tensor] = []
+
+    def add(self, tokens: Tensor, hidden: Tensor | None) -> None:
+        """Keeps tokens [T] and taps [T, n_taps, D] behind those before."""
+        self.n_tokens += len(tokens)
+        self._tokens.append(tokens)
+        if hidden is not None:
+            self._hidden.append(hidden)
+
+    def take(self) -> tuple[Tensor, Tensor | None]:
+        """All of them as one; then there are none."""
+        parts = self._tokens, self._hidden
+        self.n_tokens, self._tokens, self._hidden = 0, [], []
+        tokens, hidden = (
+            part[0] if len(part) == 1 else torch.cat(part) if part else None for part in parts
+        )
+        assert tokens is not None
+        return tokens, hidden
+
+
+class AutoLength:
+    """A drafter whose drafts are as long as is worth their time.
+
+    While they are not, it rests: what it should see is kept, and shown at once when it is needed.
+    """
+
+    def __init__(self, inner: Drafter, costs: LiveCosts) -> None:
+        """``costs`` are shared by all sessions."""
         self.inner, self.costs = inner, costs
         self.name, self.taps, self.n_max = inner.name, inner.taps, inner.n_max
-        self._start()
+        self._start(0)
 
-    def _start(self) -> None:
+    def _start(self, n_shown: int) -> None:
         self._acceptance = Acceptance(self.n_max)
-        self._live = LiveCosts(self.costs)
+        self._n_shown, self._unseen = n_shown, Unseen()
         self._drafted = 0
         self._round: tuple[int, float] | None = None
-        self._rests, self._pause = 0, FIRST_PAUSE
+        self._is_resting, self._rest, self._pause = False, 0, FIRST_PAUSE
+        self._trial = self._awake = 0
 
     def __copy__(self) -> Self:
         return type(self)(copy.copy(self.inner), self.costs)
 
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """See `Drafter.begin`."""
-        self._start()
-        return self.inner.begin(sampling, kept)
+        if kept > self._n_shown:
+            self._show()
+        kept = self.inner.begin(sampling, kept)
+        self._start(kept)
+        return kept
 
     def observe(self, tokens: Tensor, hidden: Tensor | None) -> None:
         """See `Drafter.observe`."""
-        self.inner.observe(tokens, hidden)
+        self._unseen.add(tokens, hidden)
+        if not self._is_resting or self._unseen.n_tokens >= MOST_UNSEEN:
+            self._show()
         if self._round is not None:
             length, started = self._round
             self._round = None
             if length or len(tokens) == 1:  # otherwise another drafter's draft was verified
-                self._live.note(length, time.perf_counter() - started)
+                self.costs.note(length, time.perf_counter() - started)
 
     def draft(self, last_token: int, room: int) -> Draft:
         """See `Drafter.draft`; `end` is `auto` where the choice of the length ended it."""
-        started = time.perf_counter()
         length = self._choose()
         if not length:
-            self._round = (0, started)
+            self._round = (0, time.perf_counter())
             return Draft(end="auto")
+        self._show()
+        started = time.perf_counter()
         draft = self.inner.draft(last_token, min(room, length))
         self._drafted = len(draft.tokens)
         self._round = (length, started) if self._drafted == length else None
@@ -128,13 +174,28 @@ class AutoLength:
             self.inner.save()
 
     def _choose(self) -> int:
-        chances = self._acceptance.chances()
-        length = best_length(self._live, chances)
-        if length or not self.n_max:
-            self._rests = 0
-            return length
-        self._rests += 1
-        if self._rests <= self._pause:
+        """A draft's length. Now and then what seems worse is tried: it may have changed."""
+        if self._rest:
+            self._rest -= 1
             return 0
-        self._rests, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
-        return best_length(self._live, chances, shortest=1)
+        chances = self._acceptance.chances()
+        length = best_length(self.costs, chances)
+        if length or not self.n_max:
+            self._is_resting, self._pause, self._trial = False, FIRST_PAUSE, 0
+            self._awake += 1
+            return 0 if self._awake % PLAIN_EVERY == 0 else length
+        if self._is_resting and best_length(self.costs, [1.0] * self.n_max):
+            self._is_resting, self._trial = False, TRIAL
+        if self._trial:
+            self._trial -= 1
+            return best_length(self.costs, chances, shortest=1)
+        self._is_resting, self._rest = True, self._pause - 1
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return 0
+
+    def _show(self) -> None:
+        """Shows the drafter what it has not seen; also between requests."""
+        if self._unseen.n_tokens:
+            self._n_shown += self._unseen.n_tokens
+            with torch.inference_mode():
+                self.inner.observe(*self._unseen.take())

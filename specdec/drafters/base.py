@@ -157,7 +157,7 @@ class FirstOf:
         self.taps = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         self.n_max = max((drafter.n_max for drafter in drafters), default=0)
         self._slots = [
-            torch.tensor([self.taps.index(tap) for tap in d.taps], dtype=torch.int64)
+            None if d.taps == self.taps else torch.tensor([self.taps.index(tap) for tap in d.taps])
             for d in drafters
         ]
         self._author: Drafter | None = None
@@ -178,7 +178,9 @@ class FirstOf:
     def observe(self, tokens: Tensor, hidden: Tensor | None) -> None:
         """See `Drafter.observe`."""
         for drafter, slots in zip(self.drafters, self._slots, strict=True):
-            mine = None if hidden is None else hidden.index_select(1, slots.to(hidden.device))
+            mine = hidden
+            if hidden is not None and slots is not None:
+                mine = hidden.index_select(1, slots.to(device=hidden.device, dtype=torch.int64))
             drafter.observe(tokens, mine)
 
     def draft(self, last_token: int, room: int) -> Draft:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RATE = 0.1
-"""Share of a new observation in the running averages."""
+PACE_RATE, SURCHARGE_RATE = 0.1, 0.02
+"""How fast `LiveCosts` follow: shares, on a logarithmic scale, of what was not expected."""
 BUDGET = 1.0
 """Seconds after which no further repetition begins."""
 DEPTH = 128
@@ -50,29 +50,32 @@ class Costs:
     """Showing a token to the drafter."""
 
     def round(self, length: int) -> float:
-        """A whole round with a draft of ``length`` tokens."""
-        return self.draft[length] + self.verify[length] + self.observe
+        """A whole round with a draft of ``length`` tokens; without one the drafter rests."""
+        return self.draft[length] + self.verify[length] + (self.observe if length else 0.0)
 
 
 class LiveCosts:
-    """Costs that follow what rounds take now: another program may have begun or ended."""
+    """Costs that follow what rounds take now: another program may have begun or ended.
+
+    A round's time is ``measured * pace``, and times ``surcharge`` if it has a draft. What slows
+    the machine down slows every round, so the pace follows all of them fast, the surcharge slowly.
+    """
 
     def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._seen: dict[int, float] = {}
-        self._drift = 1.0
+        self.measured = costs
+        self._pace = self._surcharge = 1.0
 
     def round(self, length: int) -> float:
-        """Seconds of a round; lengths not seen yet are as much slower as those that were."""
-        seen = self._seen.get(length)
-        return self._costs.round(length) * self._drift if seen is None else seen
+        """Seconds of a round with a draft of ``length`` tokens."""
+        seconds = self.measured.round(length) * self._pace
+        return seconds * self._surcharge if length else seconds
 
     def note(self, length: int, seconds: float) -> None:
         """Takes a round's time into account; a single slow one counts for little."""
-        expected = self.round(length)
-        seconds = min(seconds, 2 * expected)
-        self._seen[length] = expected + RATE * (seconds - expected)
-        self._drift += RATE * (seconds / self._costs.round(length) - self._drift)
+        surprise = min(max(seconds / self.round(length), 0.5), 2.0)
+        self._pace *= surprise**PACE_RATE
+        if length:
+            self._surcharge *= surprise**SURCHARGE_RATE
 
 
 def load_or_measure(

@@ -127,14 +127,14 @@ def build_drafters(types: tuple[str, ...], context: DraftContext) -> FirstOf:
 def _with_auto_length(drafter: Drafter, context: DraftContext) -> Drafter:
     """The drafter of a draft model with lengths that are worth their time; others as they are."""
     from specdec.drafters.auto_length import AutoLength
-    from specdec.drafters.costs import load_or_measure
+    from specdec.drafters.costs import LiveCosts, load_or_measure
 
     if not drafter.name.startswith("draft-"):
         return drafter
     settings = (context.kernels, context.activations, context.dtype_k, context.dtype_v)
     files = (context.target_file, context.draft_file)
     costs = load_or_measure(context.target, drafter, context.n_ctx, files, settings)
-    return AutoLength(drafter, costs)
+    return AutoLength(drafter, LiveCosts(costs))
 
 
 def _detect(file: GGUFFile) -> str:
