@@ -74,8 +74,8 @@ class LiveCosts:
         """Takes a round's time into account; a single slow one counts for little."""
         surprise = min(max(seconds / self.round(length), 0.5), 2.0)
         self._pace *= surprise**PACE_RATE
-        if length:
-            self._surcharge *= surprise**SURCHARGE_RATE
+        if length:  # large surprises are the machine's
+            self._surcharge *= min(max(surprise, 0.8), 1.25) ** SURCHARGE_RATE
 
 
 def load_or_measure(
