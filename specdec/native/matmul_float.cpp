@@ -70,7 +70,7 @@ struct PlainProducts {
     for (int t = 0; t < T; t++) x[t] = input.row(input.within(t0 + t));
     for (int64_t start = 0; start < cols; start += BLOCK) {
       const int64_t end = start + BLOCK < cols ? start + BLOCK : cols;
-      prefetch(group + start * step + AHEAD, BLOCK * step);
+      prefetch<2>(group + start * step + AHEAD, BLOCK * step);
       f32x16 even[T], odd[T];
       for (int t = 0; t < T; t++) even[t] = odd[t] = broadcast(0.0f);
       int64_t c = start;

@@ -10,7 +10,8 @@
 
 namespace specdec {
 
-constexpr int AHEAD = 4096;  // bytes that are asked for before their turn
+constexpr int AHEAD = 4096;  // bytes that are asked for before their turn, into the second cache,
+constexpr int SHORTLY = 640;  // and into the first
 constexpr int64_t CHUNK = 1 << 18;  // bytes of weights that meet all rows before the next
 constexpr int MAX_TILE = LANES == 16 ? 8 : 4;  // rows whose sums fit the registers
 
@@ -21,7 +22,8 @@ inline void for_blocks(const uint8_t* group, int64_t cols, const Work& work) {
   const uint8_t* header = group;
   for (int64_t b = 0; b < cols / BLOCK; b++) {
     if (b % Format::BLOCKS == 0) header = group, group += Format::HEADER;
-    prefetch(group + AHEAD, bytes);
+    prefetch<2>(group + AHEAD, bytes);
+    prefetch<3>(group + SHORTLY, bytes);
     work(header, group, b);
     group += bytes;
   }

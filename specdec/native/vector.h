@@ -115,9 +115,10 @@ inline f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) {
   SPECDEC_PARTS(f32x16, fma_lanes(a.part[p], b.part[p], c.part[p]));
 }
 
-// Asks for memory that is read soon; `count` bytes.
-inline void prefetch(const uint8_t* source, int count) {
-  for (int i = 0; i < count; i += 64) __builtin_prefetch(source + i, 0, 2);
+// Asks for memory that is read soon; `count` bytes. LEVEL: 3 = into the first cache, 2 = the second.
+template <int LEVEL>
+inline void prefetch(const uint8_t* source, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(source + i, 0, LEVEL);
 }
 
 // Sixteen bytes as integers.
