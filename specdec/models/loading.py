@@ -98,8 +98,12 @@ def build_target(
     last = f"blk.{len(specs) - 1}.attn_norm.weight"
     if last not in file.tensors:
         raise ModelFileError(f"{file.path}: tensor {last} is missing; the file is incomplete")
-    with torch.device("meta"):
-        target = Target(config, specs, tied="output.weight" not in file.tensors)
+    try:
+        with torch.device("meta"):
+            target = Target(config, specs, tied="output.weight" not in file.tensors)
+    except (RuntimeError, TypeError) as error:  # sizes below zero, or that no tensor can have
+        reason = str(error).splitlines()[0]
+        raise ModelFileError(f"{file.path}: the metadata has impossible sizes: {reason}") from None
     check_names([target], file, ignored=_other_tensors(file))
     target.transform = transform
     return target

@@ -60,11 +60,17 @@ def shared_library() -> Path:
 
 
 def find_compiler() -> str:
-    """The C++ compiler: ``$CXX``, else g++ or clang++. Raises `UnsupportedError` without one."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        found = shutil.which(name) if name else None
+    """The C++ compiler: ``$CXX`` up to its first argument, else g++ or clang++.
+
+    Raises `UnsupportedError` without one, also if ``$CXX`` names one that is not there.
+    """
+    chosen = _words_of("CXX")
+    for name in chosen[:1] or ("g++", "clang++"):
+        found = shutil.which(name)
         if found:
             return found
+    if chosen:
+        raise UnsupportedError(f"native kernels: CXX: there is no '{chosen[0]}'")
     raise UnsupportedError("native kernels: found no C++ compiler; install g++ or set CXX")
 
 
@@ -82,7 +88,7 @@ def compile_kernels(compiler: str, path: Path) -> None:
     """
     message = ""
     for variant in VARIANTS:
-        flags = [LEVEL, *_user_flags(), *EXACT_FLAGS, *variant]
+        flags = [*_arguments(), LEVEL, *_words_of("CXXFLAGS"), *EXACT_FLAGS, *variant]
         found = _build(compiler, flags, path)
         if not found:
             return
@@ -105,7 +111,7 @@ def _build(compiler: str, flags: list[str], path: Path) -> str:
                     [link], Path(folder), interrupts
                 )
         except OSError as error:
-            raise UnsupportedError(f"native kernels: {compiler} does not run: {error}") from None
+            raise _does_not_run(compiler, error) from None
 
 
 def _run_all(commands: Iterable[list[str]], folder: Path, interrupts: Sequence[int]) -> str:
@@ -173,19 +179,40 @@ def _start(command: list[str], report: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def _does_not_run(compiler: str, error: Exception) -> UnsupportedError:
+    return UnsupportedError(f"native kernels: {compiler} does not run: {error}")
+
+
 def _fingerprint(compiler: str) -> str:
     """A hash of the sources, the flags, the compiler and the processor's abilities."""
     digest = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         digest.update((FOLDER / name).read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT).stdout
-    flags = LEVEL, _user_flags(), EXACT_FLAGS, VARIANTS
+    try:
+        version = subprocess.run(
+            [compiler, *_arguments(), "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _does_not_run(compiler, error) from None
+    flags = _arguments(), LEVEL, _words_of("CXXFLAGS"), EXACT_FLAGS, VARIANTS
     digest.update(repr((flags, compiler, version, processor())).encode())
     return digest.hexdigest()[:20]
 
 
-def _user_flags() -> list[str]:
-    return shlex.split(os.environ.get("CXXFLAGS", ""))
+def _arguments() -> list[str]:
+    """What ``$CXX`` has behind the compiler, or the compiler itself behind a wrapper."""
+    return _words_of("CXX")[1:]
+
+
+def _words_of(variable: str) -> list[str]:
+    """What the user has put into a variable of the environment, as a shell reads it."""
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise UnsupportedError(f"native kernels: {variable}: {error}") from None
 
 
 def processor() -> str:

@@ -32,10 +32,10 @@ def layer_calls(
 ) -> ctypes.Array[LayerCall]:
     """What is said about layers ``first`` ... for ``n`` rows behind the committed ones.
 
-    ``rotary`` are the tables of each layer, whose rows ``offset`` ... are meant; they must live as
-    long as the result is used, which the next call for the same layers changes. With
-    ``keeps_every_state`` recurrent layers keep their state behind every row. Raises `CacheError` if
-    the cache is full or of a type that the kernels do not know.
+    ``rotary`` are the tables of each layer, whose rows ``offset`` ... are meant. The next call for
+    the same layers changes the result. With ``keeps_every_state`` recurrent layers keep their state
+    behind every row. Raises `CacheError` if the cache is full or of a type that the kernels do not
+    know.
     """
     key = id(layers[0]), first, len(layers)
     prepared: _PreparedCalls | None = cache.prepared.get(key)
@@ -63,7 +63,8 @@ class _PreparedCalls:
         self._columns = [words[:, place // words.itemsize] for place in places]
 
     def point_to(self, rotary: Sequence[Tables], offset: int, n: int) -> None:
-        """Puts in the tables of ``n`` rows."""
+        """Puts in the tables of ``n`` rows, which live as long as nothing else is put in."""
+        self._rotary = rotary  # a module may make itself longer ones meanwhile
         kinds = {id(tables): tables for tables in rotary}
         found = {kind: _addresses(tables, offset, n) for kind, tables in kinds.items()}
         for i, column in enumerate(self._columns):

@@ -192,9 +192,12 @@ class Library:
     def rows(self, matrix: Matrix, indices: Tensor) -> Tensor:
         """Rows [T, cols] of a packed matrix by their indices [T] int64, as dequantised.
 
-        Raises IndexError for an index that is none.
+        Raises IndexError for an index that is none, ValueError for indices of another type.
         """
         n = indices.shape[0]
+        if indices.shape != (n,) or indices.dtype != torch.int64 or not indices.is_cpu:
+            found = f"{indices.dtype} {list(indices.shape)} on {indices.device}"
+            raise ValueError(f"expected indices int64 [{n}] on the CPU, got {found}")
         indices, out = indices.contiguous(), torch.empty(n, matrix.cols)
         if not self._lib.specdec_rows(ctypes.byref(matrix), indices.data_ptr(), n, out.data_ptr()):
             raise IndexError(f"an index is not in 0 ... {matrix.rows - 1}: {indices.tolist()}")

@@ -361,9 +361,10 @@ inline f32x16 sum_sixteen(const f32x16* values) {
 }
 
 // e^x within two units in the last place, x cut to [-87, 88.37]: powers of two times a polynomial
-// of degree six on [-ln 2 / 2, ln 2 / 2] (coefficients: Cephes, expf).
+// of degree six on [-ln 2 / 2, ln 2 / 2] (coefficients: Cephes, expf). NaN stays NaN.
 inline f32x16 exp(const f32x16& exponent) {
-  const f32x16 x = max(min(exponent, broadcast(88.37f)), broadcast(-87.0f));
+  // In this order: of a number and a NaN `min` and `max` give the second argument.
+  const f32x16 x = max(broadcast(-87.0f), min(broadcast(88.37f), exponent));
   const f32x16 rounder = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const f32x16 shifted = fma(x, broadcast(1.44269504088896341f), rounder);
   const f32x16 power = shifted - rounder;

@@ -178,3 +178,21 @@ def test_faulty_files_are_refused(
     path = tiny_mtp.write_mtp(tmp_path / "target.gguf", architecture, metadata=metadata)
     with GGUFFile.open(path) as file, pytest.raises(error, match=message):
         load_target(file)
+
+
+@pytest.mark.parametrize("value", [-1, 2**62])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("embedding_length", "feed_forward_length", "expert_feed_forward_length"),
+        *("attention.head_count", "attention.key_length", "attention.value_length"),
+        *("expert_count", "expert_used_count"),
+    ],
+)
+def test_impossible_sizes_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    path = tiny_mtp.write_mtp(tmp_path / "target.gguf", "hy_v3")
+    with (
+        GGUFFile.open(path, {f"hy_v3.{key}": value}) as file,
+        pytest.raises(ModelFileError, match="target.gguf: "),
+    ):
+        load_target(file)

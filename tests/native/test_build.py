@@ -68,6 +68,44 @@ def test_a_compiler_that_fails(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(unbuilt.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("CXX", "no-such-compiler -O1", "CXX: there is no 'no-such-compiler'"),
+        ("CXX", "'g++", "CXX: No closing quotation"),
+        ("CXXFLAGS", "'-O1", "CXXFLAGS: No closing quotation"),
+        ("CXX", "{folder}/no_program", "does not run: .*Exec format error"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    unbuilt: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variable: str,
+    value: str,
+    reason: str,
+) -> None:
+    program = unbuilt.parent / "no_program"
+    program.write_text("neither a script nor anything else")
+    program.chmod(0o755)
+    monkeypatch.setenv(variable, value.format(folder=unbuilt.parent))
+    with pytest.raises(UnsupportedError, match=f"native kernels: .*{reason}"):
+        logits("native")
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(logits("auto"), logits("torch"))
+    assert caplog.messages[-1].endswith("running on torch")
+
+
+def test_a_compiler_with_arguments(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CXX="ccache g++": all of it is run, and the kernels belong to it."""
+    script = unbuilt.parent / "wrapper"
+    script.write_text('#!/bin/sh\necho "$1" "$3" >&2\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{script} first")
+    with pytest.raises(UnsupportedError, match=r"wrapper failed: first -std=c\+\+17"):
+        build.shared_library()
+
+
 SLOW_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exit
 sleep 300 &

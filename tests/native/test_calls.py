@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,32 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
         wanted = raw @ weight.T
         wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_a_hidden_state_that_is_no_number_gives_no_logits(softcap: float) -> None:
+    norm, output = torch.ones(PLAIN.n_embd), random_rows(PLAIN, 20)
+    packed = pack(output.view(torch.uint8), "F32", PLAIN.n_embd)
+    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, packed, "f32", softcap)
+    hidden = random_rows(PLAIN, 2)
+    hidden[1, 3] = torch.nan
+    cache, tables = KVCache([PLAIN.cache_shape], 8, device=CPU), RotaryEmbedding(PLAIN.rope)
+    rows = Rows(0, 2, exact=True)
+    layers = [build(PLAIN)[1]]
+    _, logits = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, 2, (), None)
+    assert logits is not None
+    assert logits[0].isfinite().all()
+    assert logits[1].isnan().all()
+
+
+def test_tables_live_as_long_as_what_points_to_them() -> None:
+    """Another thread may make a module's tables longer while a pass reads the old ones."""
+    rotary, layer = RotaryEmbedding(PLAIN.rope), build(PLAIN)[1]
+    cache = KVCache([PLAIN.cache_shape], 8, device=CPU)
+    cos = weakref.ref(rotary.tables(4, CPU)[0])
+    layer_calls([layer], cache, 0, 4, [rotary.tables(4, CPU)])
+    rotary.tables(5000, CPU)
+    assert cos() is not None
 
 
 def test_calls_follow_the_buffers() -> None:

@@ -108,6 +108,13 @@ def test_large_tensors_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(pack(raw, "Q4_1", N_COLS).data, whole.data)
 
 
+@pytest.mark.parametrize("indices", [torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1).long()])
+def test_wrong_indices_never_reach_the_kernels(indices: torch.Tensor) -> None:
+    packed = pack(torch.zeros(4, 32).view(torch.uint8), "F32", 8)
+    with pytest.raises(ValueError, match="expected indices int64"):
+        load_library().rows(matrix_struct(packed, None), indices)
+
+
 def test_wrong_shapes_never_reach_the_kernels() -> None:
     packed = pack(torch.from_numpy(raw_rows("F32", 16, 32)), "F32", 32)
     for x in (torch.zeros(2, 31), torch.zeros(2, 32).double(), torch.zeros(2, 33)):
