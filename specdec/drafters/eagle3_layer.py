@@ -64,7 +64,7 @@ class NativePairLayer(nn.Module):
     def run(
         self, embeddings: Tensor, states: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCache
     ) -> Tensor:
-        """See `PairLayer.run`. Raises `CacheError` if the cache is full or of an unknown type."""
+        """See `PairLayer.run`. Raises `CacheError` if the cache is full."""
         joined, hidden = _pair(self, embeddings, states)
         out = floats(hidden, (1, self.spec.n_embd)).clone()
         calls, inputs = self._calls(joined, rotary, cache)
@@ -74,7 +74,7 @@ class NativePairLayer(nn.Module):
     def write_pairs(
         self, embeddings: Tensor, states: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCache
     ) -> None:
-        """See `PairLayer.write_pairs`. Raises `CacheError` if the cache is full or of an unknown type."""
+        """See `PairLayer.write_pairs`. Raises `CacheError` if the cache is full."""
         joined, _ = _pair(self, embeddings, states)
         calls, inputs = self._calls(joined, rotary, cache)
         self._library.write_keys_values(calls, inputs, cache.length)

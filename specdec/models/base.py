@@ -398,6 +398,20 @@ def read_per_layer(file: GGUFFile, suffix: str, layer: int, default: int | None 
     return file.get_int(key)
 
 
+def read_window(file: GGUFFile, default: int | None = None) -> int:
+    """`attention.sliding_window`: keys that a query sees, itself included; 0 = all.
+
+    Raises `ModelFileError` for a negative one.
+    """
+    key = file.key("attention.sliding_window")
+    if default is not None and key not in file.metadata:
+        return default
+    window = file.get_int(key)
+    if window < 0:
+        raise ModelFileError(f"{file.path}: {key} is {window}, expected 0 or above")
+    return window
+
+
 def count_mtp_layers(file: GGUFFile) -> int:
     """`nextn_predict_layers`: how many of the last blocks predict tokens further ahead.
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from specdec.gguf_file import GGUFFile
-from specdec.models.base import Target, read_config, read_layer_spec
+from specdec.models.base import Target, read_config, read_layer_spec, read_window
 from specdec.models.layers import LayerSpec
 from specdec.models.loading import build_target, count_layers
 from specdec.options import RopeOptions
@@ -42,7 +42,7 @@ def load(file: GGUFFile, rope: RopeOptions) -> Target:
 def _sliding(file: GGUFFile, full: LayerSpec) -> LayerSpec:
     """The layers with a window: their rotary embedding is never scaled."""
     base = file.get_float(file.key("rope.freq_base_swa"), default=10000.0)
-    window = file.get_int(file.key("attention.sliding_window"), default=0)
+    window = read_window(file, default=0)
     if not window:
         return full
     return replace(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from specdec.errors import ModelFileError, UnsupportedError
 from specdec.gguf_file import GGUFFile
-from specdec.models.base import Target, read_config, read_layer_spec
+from specdec.models.base import Target, read_config, read_layer_spec, read_window
 from specdec.models.layers import LayerSpec, RopeSpec
 from specdec.models.loading import build_target, count_layers
 from specdec.options import RopeOptions
@@ -47,7 +47,7 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
         head_dim=head_dim,
         head_dim_v=file.get_int(key("attention.value_length_swa"), default=head_dim),
         rope=RopeSpec(n_rot, base),
-        window=file.get_int(key("attention.sliding_window")),
+        window=read_window(file),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.gguf_file import GGUFFile
-from specdec.models.base import Target, read_config, read_layer_spec
+from specdec.models.base import Target, read_config, read_layer_spec, read_window
 from specdec.models.experts import Routing
 from specdec.models.layers import DecoderLayer, LayerSpec, rotate
 from specdec.models.loading import build_target, count_layers, read_experts
@@ -65,7 +65,7 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
     n_block = file.get_int(key("block_count"))
     if file.get_bools(key("attention.sliding_window_pattern"), length=n_block)[layer]:
         base = file.get_float(key("rope.freq_base_swa"), default=10000.0)
-        window = file.get_int(key("attention.sliding_window"))
+        window = read_window(file)
         spec = replace(spec, window=window, rope=replace(spec.rope, freq_base=base))
     routing = Routing(
         gating="sigmoid",

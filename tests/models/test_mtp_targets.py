@@ -193,6 +193,19 @@ def test_impossible_sizes_are_refused(tmp_path: Path, key: str, value: int) -> N
     path = tiny_mtp.write_mtp(tmp_path / "target.gguf", "hy_v3")
     with (
         GGUFFile.open(path, {f"hy_v3.{key}": value}) as file,
-        pytest.raises(ModelFileError, match="target.gguf: "),
+        pytest.raises(ModelFileError, match=r"target\.gguf: "),
+    ):
+        load_target(file)
+
+
+@pytest.mark.parametrize("name", ["tgt_gemma3", "mtp_gemma4", "mtp_mimo2"])
+def test_negative_windows_are_refused(name: str) -> None:
+    """With one, attention would begin behind its last key."""
+    path = VECTORS / f"{name}.gguf"
+    with GGUFFile.open(path) as file:
+        key = file.key("attention.sliding_window")
+    with (
+        GGUFFile.open(path, {key: -1000}) as file,
+        pytest.raises(ModelFileError, match="is -1000, expected 0 or above"),
     ):
         load_target(file)
