@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 from llama_cpp import llama_cpp as ll
-from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, memory, report, timed
+from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, memory, report, timed_in_turn
 
 
 class Peer:
@@ -81,7 +81,7 @@ def main(path: str, n_threads: int, *, repack: bool) -> None:
         peer.step(PROMPT[:n_tokens], all_rows=True)
         peer.truncate(DEPTH)
 
-    passes = {n: timed(lambda n=n: one_pass(n)) for n in PASSES}
+    passes = timed_in_turn(one_pass, PASSES)
     report(load, prompt, generate, passes, memory())
 
 

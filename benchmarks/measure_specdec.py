@@ -8,7 +8,17 @@ from pathlib import Path
 
 import torch
 from overhead import outside_kernels
-from work import DEPTH, N_CONTEXT, N_GENERATE, PASSES, PROMPT, memory, report, timed
+from work import (
+    DEPTH,
+    N_CONTEXT,
+    N_GENERATE,
+    PASSES,
+    PROMPT,
+    memory,
+    report,
+    timed,
+    timed_in_turn,
+)
 
 from specdec.engine import Engine
 from specdec.gguf_file import GGUFFile
@@ -45,7 +55,7 @@ def main(path: str, n_threads: int) -> None:
         step(PROMPT[:n_tokens], None)
         cache.truncate(DEPTH)
 
-    passes = {n: timed(lambda n=n: one_pass(n)) for n in PASSES}
+    passes = timed_in_turn(one_pass, PASSES)
     relative = {f"pass of {n} / pass of 1": passes[n] / passes[1] for n in PASSES[1:]}
     resident = memory()
     n_bytes = read_bytes(Path(path)) + cache_bytes(target, cache)

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 SHORT = "SPECDEC_BENCH_SHORT" in os.environ
@@ -20,18 +20,23 @@ DEPTH = N_CONTEXT + N_GENERATE
 """Tokens in the cache when passes are timed."""
 PASSES = (1, 2, 4, 8)
 """Tokens of a pass with logits on every row: what verification costs."""
-N_TIMED = 3 if SHORT else 7
+N_TIMED = 5 if SHORT else 25
 
 
 def timed(run: Callable[[], None]) -> float:
     """The median of several runs in seconds, after one that does not count."""
-    run()
-    seconds = []
-    for _ in range(N_TIMED):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return timed_in_turn(lambda _: run(), (1,))[1]
+
+
+def timed_in_turn(run: Callable[[int], None], numbers: Sequence[int]) -> dict[int, float]:
+    """The same for a run with each number, in turn: a slow moment then counts for all of them."""
+    seconds: dict[int, list[float]] = {n: [] for n in numbers}
+    for _ in range(N_TIMED + 1):
+        for n in numbers:
+            started = time.perf_counter()
+            run(n)
+            seconds[n].append(time.perf_counter() - started)
+    return {n: statistics.median(values[1:]) for n, values in seconds.items()}
 
 
 def memory() -> dict[str, float]:
