@@ -142,15 +142,18 @@ def _work(model: Path, drafts: Sequence[Path], folder: Path) -> Iterator[tuple[P
         missing = write_missing(folder, target, list(drafts))
         mtp = folder / "mtp-target.gguf"
         write_mtp_target(mtp, target)
-    yield model, [*_without_heads(model), *_with_heads(by_type | {p.stem: p for p in missing})]
+    yield (
+        model,
+        [*_without_heads(model, folder), *_with_heads(by_type | {p.stem: p for p in missing})],
+    )
     yield mtp, [_way(["draft-mtp"], n_max=3), _way(["ngram-mod", "draft-mtp"], n_max=3)]
 
 
-def _without_heads(model: Path) -> Iterator[Way]:
+def _without_heads(model: Path, folder: Path) -> Iterator[Way]:
     for name in NGRAM_TYPES:
         yield _way([name])
     yield _way(list(NGRAM_TYPES))
-    for draft, note in ((model, "itself"), (requantised(model, SMALLER), SMALLER)):
+    for draft, note in ((model, "itself"), (requantised(model, SMALLER, folder), SMALLER)):
         yield _way(["draft-simple"], draft, LONGEST, note)
     yield _way(["ngram-cache", "draft-simple"], model, AUTO, "itself")
 

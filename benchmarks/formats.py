@@ -29,9 +29,12 @@ BLOCK_COLS, BLOCK_BYTES = 256, 144
 """Of Q4_K."""
 
 
-def requantised(model: Path, name: str) -> Path:
-    """``model`` with its four-bit matrices in the format ``name``, which gguf-py can write."""
-    path = _place(model, name)
+def requantised(model: Path, name: str, folder: Path | None = None) -> Path:
+    """``model`` with its four-bit matrices in the format ``name``, which gguf-py can write.
+
+    It is kept in the cache, or goes to ``folder``.
+    """
+    path = _place(model, name) if folder is None else folder / f"{name}.gguf"
     if path.exists():
         return path
     reader = gguf.GGUFReader(model)

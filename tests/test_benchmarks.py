@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tiny
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "run.py"
+from specdec.engine import Completion
+from specdec.generate import Finish
+from specdec.options import SPEC_TYPES
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+SCRIPT = FOLDER / "run.py"
+MODES = ("greedy", "seeded")
 
 
 def test_without_the_peer_and_without_drafts(tmp_path: Path) -> None:
@@ -46,3 +54,40 @@ def test_without_the_peer_and_without_drafts(tmp_path: Path) -> None:
     numbers = [float(word) for word in rows["draft-mtp"]]
     assert len(numbers) == 7
     assert all(number > 0 for number in numbers)
+
+
+def exactness(model: Path, *words: str) -> tuple[int, list[str]]:
+    """The exit code and the lines of a run of the comparison."""
+    command = [sys.executable, str(FOLDER / "exactness.py"), str(model), "--threads", "1", *words]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return result.returncode, result.stdout.splitlines()
+
+
+def test_every_drafter_is_compared_with_plain_decoding(tmp_path: Path) -> None:
+    model = tiny.write_target(tmp_path / "t.gguf", n_layer=5)
+    prompts = tmp_path / "prompts"
+    prompts.mkdir()
+    (prompts / "a.txt").write_text("one\n")
+    (prompts / "b.jsonl").write_text('{"prompt": "two two two two"}\n')
+    code, lines = exactness(model, "--prompts", str(prompts), "--n-predict", "6")
+    assert code == 0
+    rows = [line for line in lines if line.count("2/2") == len(MODES)]
+    ways = {name for line in rows for name in line.split()[1].split(",")}
+    assert ways.issuperset(set(SPEC_TYPES) - {"none"})
+    assert lines[-1] == f"{4 * len(rows)} of {4 * len(rows)} replies are equal"
+
+
+def test_a_token_or_an_end_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    compare = importlib.import_module("exactness").compare
+    plain = Completion(token_ids=[1, 2, 3], finish=Finish.LENGTH)
+    others = (
+        Completion(token_ids=[1, 2, 3], finish=Finish.LENGTH),
+        Completion(token_ids=[1, 2, 4], finish=Finish.LENGTH),
+        Completion(token_ids=[1, 2], finish=Finish.LENGTH),
+        Completion(token_ids=[1, 2, 3], finish=Finish.STOP),
+    )
+    replies = compare({m: [plain] * 4 for m in MODES}, {m: list(others) for m in MODES})
+    for mode in MODES:
+        assert [reply.is_equal for reply in replies[mode]] == [True, False, False, False]
+        assert [reply.cell == "DIFFER" for reply in replies[mode]] == [False, True, True, True]
