@@ -44,6 +44,10 @@ DEFAULT_CONTEXT = 4096
 """Context length when neither the user nor the model file says one."""
 
 
+NATIVE_ROWS = 128
+"""Prompt tokens per pass of native kernels: with more they need memory and are no faster."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of the reply."""
@@ -277,7 +281,7 @@ class Session:
             n_ctx=self.engine.n_ctx,
             n_predict=max(options.generate.n_predict, -1),
             end_tokens=end_tokens,
-            n_batch=min(options.model.n_batch, options.model.n_ubatch),
+            n_batch=min(options.model.n_batch, options.model.n_ubatch, self._most_rows()),
         )
         n_prompt = len(tokens) - 1 - kept
         report = None if progress is None else lambda done: progress(done, n_prompt)
@@ -304,6 +308,11 @@ class Session:
         self._cache.truncate(kept)
         self._text = list(tokens)
         return kept
+
+    def _most_rows(self) -> int:
+        """Prompt tokens per pass that are of use."""
+        target = self.engine.target
+        return NATIVE_ROWS if target.is_row_invariant else self.engine.n_ctx
 
     def _verifier(self, tokens: list[int], options: Options) -> Verifier:
         engine, tokenizer = self.engine, self.engine.tokenizer

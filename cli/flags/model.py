@@ -63,7 +63,7 @@ MODEL = Panel(
         Flag(
             "model.n_ubatch",
             ("--ubatch-size", "-ub"),
-            "Prompt tokens per forward pass.",
+            "Prompt tokens per forward pass; native kernels: 128 at most.",
             "LLAMA_ARG_UBATCH",
         ),
         Flag(
