@@ -126,18 +126,19 @@ class Run:
         return [*turns, Message(role="user", content=prompt)]
 
     def _reply(self, session: Session, prompt: str | Sequence[Message]) -> Completion:
-        """Streams one reply; a break still shows the statistics so far."""
+        """Streams one reply; a break at any time still shows the statistics so far."""
         self.display.prompt(self.engine, prompt)
         display = self.display
         chunks = session.stream(prompt, progress=display.prompt_progress, on_round=display.round)
-        try:
-            with self._interrupts.deferred(), contextlib.closing(chunks):
-                for chunk in chunks:
-                    display.write(chunk)
-        except KeyboardInterrupt:
+        with self._interrupts.deferred():
+            try:
+                with contextlib.closing(chunks):
+                    for chunk in chunks:
+                        display.write(chunk)
+            except KeyboardInterrupt:
+                display.end(session.last)
+                raise
             display.end(session.last)
-            raise
-        display.end(session.last)
         self._hint(session.last, is_chat=not isinstance(prompt, str))
         return session.last
 
@@ -154,8 +155,8 @@ class Run:
 
         display, session = self.display, self.engine.session()
         display.prompt(self.engine, prompt)
-        try:
-            with self._interrupts.deferred():
+        with self._interrupts.deferred():
+            try:
                 found = check_request(
                     session,
                     prompt,
@@ -164,10 +165,10 @@ class Run:
                     on_plain_round=lambda _: self._interrupts.check(),
                     progress=display.prompt_progress,
                 )
-        except KeyboardInterrupt:
-            display.end(session.last)
-            raise
-        display.end(found.speculative, found)
+            except KeyboardInterrupt:
+                display.end(session.last)
+                raise
+            display.end(found.speculative, found)
         display.save(found.speculative.text)
         display.verdict(found, self.engine.tokenizer)
         if found.equal is False:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -192,21 +190,3 @@ def test_letters_that_the_encoding_lacks_are_replaced() -> None:
 def test_a_system_prompt_needs_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*PLAIN, "-p", "hello", "-n", "1", "-sys", "be short"]) == 0
     assert "warning: --system-prompt is not used" in capsys.readouterr().err
-
-
-def test_interrupt_shows_the_statistics() -> None:
-    words = [*PLAIN, "-c", "500", "-p", "hello", "--ignore-eos", "-n", "-1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specdec_cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.read(1)  # the reply has begun
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "t/s" in err
-    assert "Traceback" not in err

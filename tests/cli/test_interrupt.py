@@ -16,6 +16,7 @@ from specdec.engine import Engine
 from specdec.models import load_target
 from specdec_cli.interrupts import Interrupts
 from specdec_cli.main import run
+from specdec_cli.render import statistics_lines
 
 ENDLESS = ["-n", "-1", "--ignore-eos", "-c", "100000"]
 
@@ -121,6 +122,23 @@ def test_while_the_prompt_is_read(
     assert out == ""
     assert "t/s" in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [["-md"], ["-md", "--spec-check"], []])
+def test_while_the_statistics_are_shown(
+    target: Path,
+    more: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*args: object) -> list[str]:
+        signal.raise_signal(signal.SIGINT)
+        return statistics_lines(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("specdec_cli.render.statistics_lines", interrupted)
+    draft = [more[0], str(target), *more[1:]] if more else []
+    assert run(tiny_commands.generate(target, "-p", "x", "-n", "5", *draft)) == 130
+    assert "t/s" in capsys.readouterr().err
 
 
 def test_while_a_check_runs_its_second_half(
