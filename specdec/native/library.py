@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -11,8 +15,10 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
-from specdec.native.build import shared_library
+from specdec.native.build import shared_library, written_at
 from specdec.native.packing import PackedMatrix
+
+log = logging.getLogger(__name__)
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -125,6 +131,8 @@ class Library:
     def __init__(self, path: str) -> None:
         """Loads a compiled library. Raises `UnsupportedError` if it does not fit this program."""
         try:
+            if _is_cut_off(path):
+                raise OSError("the file has no end")
             self._lib = lib = ctypes.CDLL(path)
         except OSError as error:
             raise UnsupportedError(f"native kernels: {path} cannot be loaded: {error}") from None
@@ -139,7 +147,7 @@ class Library:
             size.restype = _INT
             if size() != ctypes.sizeof(structure):
                 raise UnsupportedError(f"native kernels: {path} was built with other structures")
-        self._scratch: Tensor | None = None
+        self._scratch = threading.local()  # memory of a pass: the kernels run side by side
         lib.specdec_scratch.restype = _INT
         lib.specdec_scratch.argtypes = (_POINTER,)
         lib.specdec_layers.restype = lib.specdec_keys_values.restype = None
@@ -267,12 +275,11 @@ class Library:
 
     def _run(self, function: Callable[..., None], one: Pass) -> None:
         needed = self._lib.specdec_scratch(ctypes.byref(one))
-        scratch, self._scratch = self._scratch, None  # a call at the same time takes its own
+        scratch: Tensor | None = getattr(self._scratch, "kept", None)
         if scratch is None or needed > scratch.numel():
-            scratch = torch.empty(needed)
+            scratch = self._scratch.kept = torch.empty(needed)
         one.scratch = scratch.data_ptr()
         function(ctypes.byref(one))
-        self._scratch = scratch
 
 
 def matrix_struct(packed: PackedMatrix, bias: Tensor | None) -> Matrix:
@@ -289,7 +296,30 @@ def floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
+def _is_cut_off(path: str) -> bool:
+    """Whether an ELF file ends before its table of sections, the last thing that linkers write.
+
+    The system's loader does not look: it maps what is missing, and whoever reads it is killed.
+    """
+    with open(path, "rb") as file:
+        start = file.read(64).ljust(64, b"\0")
+        size = file.seek(0, os.SEEK_END)
+    if start[:5] != b"\x7fELF\x02":  # the loader itself says what is wrong
+        return False
+    (table,) = struct.unpack_from("Q", start, 40)
+    entry_size, n_entries = struct.unpack_from("2H", start, 58)
+    return bool(size < table + entry_size * n_entries)
+
+
 @functools.cache
 def load_library() -> Library:
-    """The kernels for this machine, built at first use. Raises `UnsupportedError`."""
-    return Library(str(shared_library()))
+    """The kernels for this machine, built at first use, or again if they cannot be loaded.
+
+    Raises `UnsupportedError`.
+    """
+    path = shared_library()
+    try:
+        return Library(str(path))
+    except UnsupportedError as error:
+        log.info("%s; building it again", error)
+        return Library(str(shared_library(broken=written_at(path))))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
-import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +69,38 @@ def test_a_compiler_that_fails(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(UnsupportedError, match=r"broken failed: out of luck"):
         build.shared_library()
-    assert list(unbuilt.iterdir()) == []
+    assert left_in(unbuilt) == []
+
+
+def left_in(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.name != "build.lock"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        # No file can be written: neither the messages nor what they are about.
+        ("ulimit -f 0; echo first >&2; exit 1", "first"),
+        ("seq 100000; echo ld: No space left on device; exit 1", "ld: No space left on device"),
+        ("exit 3", r"no message \(exit code 3\)"),
+        ("kill -9 $$", r"no message \(exit code -9\)"),
+    ],
+)
+def test_why_a_compiler_failed(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    """Whatever it says and does, also where disks are full."""
+    monkeypatch.setenv("CXX", str(program(unbuilt, script)))
+    with pytest.raises(UnsupportedError, match=rf"failed: {reason}$"):
+        build.shared_library()
+
+
+def program(unbuilt: Path, script: str) -> Path:
+    """A stand-in for a compiler."""
+    path = unbuilt.parent / "compiler"
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{script}\n')
+    path.chmod(0o755)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -152,13 +187,7 @@ def test_a_compiler_without_end(slow: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("wait", ["contextlib.nullcontext()", "interrupts.deferred()"])
 def test_a_build_that_is_broken_off(slow: Path, wait: str) -> None:
-    command = (
-        "import contextlib; from specdec_cli.interrupts import Interrupts\n"
-        "from specdec.native.build import shared_library\n"
-        "interrupts = Interrupts()\n"
-        f"with interrupts.handled(), {wait}: shared_library()"
-    )
-    running = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE, text=True)
+    running = start_interruptible(wait)
     while not slow.exists() or not slow.read_text():
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
@@ -167,28 +196,116 @@ def test_a_build_that_is_broken_off(slow: Path, wait: str) -> None:
     assert_none_is_left(slow)
 
 
-def test_two_processes_build_at_once(unbuilt: Path) -> None:
-    """A fast stand-in for the compiler: what counts is that nobody sees half a file."""
-    script = unbuilt.parent / "compiler"
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit\nfor last; do :; done\n'
-        'echo started > "$last"\nsleep 0.3\necho done > "$last"\n'
+def test_no_interrupt_is_lost() -> None:
+    """Also one that comes as the last compiler ends."""
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), build._noted_interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def start_interruptible(wait: str) -> subprocess.Popen[str]:
+    """A process that builds as the command line does, which may put interrupts off."""
+    command = (
+        "import contextlib, logging; from specdec_cli.interrupts import Interrupts\n"
+        "from specdec.native.build import shared_library\n"
+        "logging.basicConfig(level='INFO')\n"
+        "interrupts = Interrupts()\n"
+        f"with interrupts.handled(), {wait}: shared_library()"
     )
-    script.chmod(0o755)
-    command = "from specdec.native.build import shared_library; print(shared_library())"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", command],
-            env={**os.environ, "CXX": str(script)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    paths = {process.communicate()[0].strip() for process in running}
-    assert len(paths) == 1
-    assert Path(paths.pop()).read_text() == "done\n"
-    assert len(list(unbuilt.iterdir())) == 1
+    return subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE, text=True)
+
+
+STAND_IN = """
+for last; do :; done
+echo started > "$last"
+echo "$last" >> "$STARTS"
+case "$last" in *.so) sleep 0.5; esac
+echo done > "$last"
+"""
+"""Looks like a compiler whose linker takes a while; the file gets the names of all it makes."""
+
+
+@pytest.fixture
+def starts(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CXX", str(program(unbuilt, STAND_IN)))
+    monkeypatch.setenv("STARTS", str(unbuilt.parent / "starts"))
+    return unbuilt.parent / "starts"
+
+
+def n_builds(starts: Path) -> int:
+    return sum(name.endswith(".so") for name in starts.read_text().split())
+
+
+def start_build() -> subprocess.Popen[str]:
+    command = (
+        "import logging; logging.basicConfig(level='INFO')\n"
+        "from specdec.native.build import shared_library; print(shared_library())"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", command], text=True, **pipes)
+
+
+def test_processes_that_start_at_once(unbuilt: Path, starts: Path) -> None:
+    """One of them builds; nobody sees half a file."""
+    said = [process.communicate() for process in [start_build() for _ in range(4)]]
+    (path,) = {output.strip() for output, _ in said}
+    assert Path(path).read_text() == "done\n"
+    assert left_in(unbuilt) == [Path(path).name]
+    assert n_builds(starts) == 1
+    assert sum("building" in messages for _, messages in said) == 1
+    assert all(messages.count("waiting for another") <= 1 for _, messages in said)
+
+
+@pytest.mark.parametrize("wait", ["contextlib.nullcontext()", "interrupts.deferred()"])
+def test_waiting_that_is_broken_off(unbuilt: Path, starts: Path, wait: str) -> None:
+    with held_lock(unbuilt):
+        running = start_interruptible(wait)
+        assert running.stderr is not None
+        assert "waiting for another process to build" in running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert not starts.exists()
+
+
+@contextlib.contextmanager
+def held_lock(unbuilt: Path) -> Iterator[None]:
+    unbuilt.mkdir()
+    with (unbuilt / "build.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("trouble", ["held too long", "no locks", "no module", "no file"])
+def test_a_lock_that_cannot_be_taken(
+    unbuilt: Path, starts: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Then a build goes on beside others, and leaves alone what may be theirs."""
+    with held_lock(unbuilt) if trouble == "held too long" else contextlib.nullcontext():
+        (unbuilt / "building-theirs").mkdir(parents=True)
+        if trouble == "held too long":
+            monkeypatch.setattr(build, "LOCK_TIMEOUT", 0.2)
+        elif trouble == "no locks":
+            monkeypatch.setattr(fcntl, "flock", no_locks)
+        elif trouble == "no module":
+            monkeypatch.setitem(sys.modules, "fcntl", None)
+        else:
+            (unbuilt / "build.lock").mkdir()
+        assert build.shared_library().read_text() == "done\n"
+    assert (unbuilt / "building-theirs").exists()
+
+
+def test_what_a_killed_build_left(unbuilt: Path, starts: Path) -> None:
+    program(unbuilt, "kill -9 $PPID")
+    start_build().communicate()
+    assert [name.partition("-")[0] for name in left_in(unbuilt)] == ["building"]
+    program(unbuilt, STAND_IN)
+    assert [build.shared_library().name] == left_in(unbuilt)
 
 
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:
@@ -196,6 +313,57 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
     path.write_text("no library")
     with pytest.raises(UnsupportedError, match="cannot be loaded"):
         library.Library(str(path))
+
+
+@pytest.fixture(scope="session")
+def compiled() -> bytes:
+    """The kernels."""
+    return build.shared_library().read_bytes()
+
+
+def of_another_processor(kernels: bytes) -> bytes:
+    """An ELF file says whose code it has in bytes 18 and 19."""
+    return kernels[:18] + b"\xff\xff" + kernels[20:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kernels: b"",
+        lambda kernels: b"no library",
+        lambda kernels: bytes(len(kernels)),
+        lambda kernels: kernels[:64],
+        lambda kernels: kernels[: len(kernels) // 2],
+        lambda kernels: kernels[:-1],
+        of_another_processor,
+    ],
+)
+def test_a_library_that_cannot_be_loaded_is_built_again(
+    compiled: bytes,
+    unbuilt: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+) -> None:
+    whole = unbuilt.parent / "whole"
+    whole.write_bytes(compiled)
+    make = 'for last; do :; done; echo "$last" >> "$STARTS"; cp "$MADE" "$last"'
+    monkeypatch.setenv("CXX", str(program(unbuilt, make)))
+    monkeypatch.setenv("STARTS", str(unbuilt.parent / "starts"))
+    monkeypatch.setenv("MADE", str(whole))
+    path = build.shared_library()
+    path.write_bytes(damage(compiled))
+    with caplog.at_level(logging.INFO):
+        library.load_library()
+    assert re.search("cannot be loaded: .*; building it again", caplog.text)
+    assert path.read_bytes() == compiled
+    assert n_builds(unbuilt.parent / "starts") == 2
+
+
+def test_libraries_that_can_never_be_loaded(unbuilt: Path, starts: Path) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be loaded"):
+        library.load_library()
+    assert n_builds(starts) == 2
 
 
 def test_layers_that_the_kernels_do_not_know(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_a_hidden_state_that_is_no_number_gives_no_logits(softcap: float) -> Non
     assert logits is not None
     assert logits[0].isfinite().all()
     assert logits[1].isnan().all()
+
+
+def test_threads_run_side_by_side() -> None:
+    """None of them computes in the memory of another, however large theirs gets."""
+    specs = [replace(PLAIN, n_ff=width) for width in (80, 160, 320, 640)]
+    layers = [build(spec)[1] for spec in specs]
+    rows = [random_rows(PLAIN, n) for n in (1, 300, 2, 40)]
+
+    def passes(i: int) -> list[torch.Tensor]:
+        return [Run(layers[i])(rows[(i + turn) % 4]) for turn in range(12)]
+
+    alone = [passes(i) for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for found, expected in zip(threads.map(passes, range(4)), alone, strict=True):
+            assert all(map(torch.equal, found, expected))
 
 
 def test_tables_live_as_long_as_what_points_to_them() -> None:
