@@ -125,8 +125,8 @@ class KVCache:
         self._checkpoint = self.length
 
     def state(self, layer: int) -> State:
-        """What a recurrent layer carries behind the committed rows; not to be written to."""
-        return self._states[layer][self.length]
+        """What a layer carries behind the committed rows, if anything; not to be written to."""
+        return self._states[layer][self.length] if layer in self._states else ()
 
     def new_state(self, layer: int) -> State:
         """Memory for a state of a recurrent layer, perhaps that of one that was dropped.

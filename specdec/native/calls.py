@@ -35,7 +35,7 @@ def layer_calls(
     ``rotary`` are the tables of each layer, whose rows ``offset`` ... are meant. The next call for
     the same layers changes the result. With ``keeps_every_state`` recurrent layers keep their state
     behind every row. Raises `CacheError` if the cache is full or of a type that the kernels do not
-    know.
+    know, ValueError if it, or a table, does not fit a layer.
     """
     key = id(layers[0]), first, len(layers)
     prepared: _PreparedCalls | None = cache.prepared.get(key)
@@ -57,6 +57,7 @@ class _PreparedCalls:
         self.capacity = min(call.capacity for call in calls)
         self.recurrent = [i for i, layer in enumerate(layers) if layer.is_recurrent]
         self.calls = (LayerCall * len(calls))(*calls)
+        self._n_rot_max = np.array([2**31 if x.is_recurrent else x.spec.head_dim for x in layers])
         self._layers = layers  # the calls have their addresses, the key one's id
         words = np.frombuffer(memoryview(self.calls).cast("B"), np.int64).reshape(len(calls), -1)
         places = (LayerCall.cos.offset, LayerCall.sin.offset, LayerCall.n_rot.offset)
@@ -72,6 +73,9 @@ class _PreparedCalls:
                 column.fill(found[id(rotary[0])][i])
             else:
                 column[:] = [found[id(tables)][i] for tables in rotary]
+        n_rot = self._columns[-1]
+        if (n_rot > self._n_rot_max).any():
+            raise ValueError(f"rotary tables turn {n_rot.max()} dimensions, heads have fewer")
 
 
 def _addresses(tables: Tables, offset: int, n: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specdec import quant
 from specdec.errors import CacheError
 from specdec.gguf_file import GGUFFile
-from specdec.kv_cache import KVCache
+from specdec.kv_cache import CacheShape, KVCache, State
 from specdec.models.delta_net import DeltaNetSpec
 from specdec.models.layers import LayerSpec
 from specdec.models.rows import Rows
@@ -94,7 +94,7 @@ class NativeLayer(nn.Module):
         calls = layer_calls(
             [self], cache, layer, out.shape[0], [rotary], keeps_every_state=rows.exact
         )
-        self._library.run_layers(calls, out, rows.start)
+        self._library.run_layers(calls, out, cache.length)
         return out
 
     def remember(
@@ -127,10 +127,15 @@ class NativeLayer(nn.Module):
         return self._delta_net is not None
 
     def call(self, cache: KVCache, layer: int, n: int) -> LayerCall:
-        """What the kernels are told about the buffers in a cache, with room for ``n`` more rows."""
+        """What the kernels are told about the buffers in a cache, with room for ``n`` more rows.
+
+        Raises `CacheError` for a type that they do not know, ValueError for the cache of another
+        layer.
+        """
         keys, values = cache.reserve(layer, n)
         if keys.dtype not in CACHE_TYPES or values.dtype not in CACHE_TYPES:
             raise CacheError("native kernels: keys and values must be f32, f16 or bf16")
+        _check_cache(self.spec.cache_shape, keys, values, cache.state(layer))
         return LayerCall(
             layer=ctypes.addressof(self._struct),
             keys=keys.data_ptr(),
@@ -139,6 +144,18 @@ class NativeLayer(nn.Module):
             key_type=CACHE_TYPES[keys.dtype],
             value_type=CACHE_TYPES[values.dtype],
         )
+
+
+def _check_cache(shape: CacheShape, keys: Tensor, values: Tensor, state: State) -> None:
+    """Raises ValueError unless the buffers of a cache are what a layer writes to."""
+    n, capacity = shape.n_head_kv, keys.shape[1]
+    expected = [(n, capacity, shape.head_dim), (n, capacity, shape.head_dim_v), *shape.state]
+    buffers = [keys, values, *state]
+    found = [tuple(buffer.shape) for buffer in buffers]
+    if found != expected or any(part.dtype != torch.float32 for part in state):
+        raise ValueError(f"expected a cache of {expected}, states in float32, got {found}")
+    if not all(buffer.is_cpu and buffer.is_contiguous() for buffer in buffers):
+        raise ValueError("expected a contiguous cache on the CPU")
 
 
 def _address(structure: ctypes.Structure | None) -> int | None:
@@ -216,11 +233,12 @@ class LayerStack:
         """See `specdec.models.base.RunLayers`. Raises `CacheError` if the cache is full."""
         n = hidden.shape[0]
         out = floats(hidden, (n, layers[0].spec.n_embd))
-        calls = layer_calls(layers, cache, 0, n, rotary, rows.start, keeps_every_state=rows.exact)
+        start = cache.length
+        calls = layer_calls(layers, cache, 0, n, rotary, start, keeps_every_state=rows.exact)
         logits = self._library.run_layers(
             calls,
             out,
-            rows.start,
+            start,
             head=self._head if n_logits else None,
             n_logits=n_logits,
             taps=taps,
@@ -252,7 +270,9 @@ class NativeEmbedding(nn.Module):
         self._rows: npt.NDArray[np.uint8] = file.raw(name).reshape(info.shape[0], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows [T, D] float32 of token ids [T]."""
+        """Rows [T, D] float32 of token ids [T]. Raises IndexError for one that is none."""
+        if (tokens < 0).any():
+            raise IndexError(f"a token is not in 0 ... {len(self._rows) - 1}: {tokens.tolist()}")
         raw = self._rows[tokens.numpy()]
         return quant.dequantize(raw, self._type, (*tokens.shape, self._n_embd)).float()
 

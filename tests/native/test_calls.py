@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -125,3 +126,50 @@ def test_calls_follow_the_buffers() -> None:
         layer_calls(layers, whole, 0, 100, rotary, 558)
     with pytest.raises(ValueError, match="rotary tables"):
         layer_calls(layers, whole, 0, 1, rotary, 600)
+
+
+def without_order(cache: KVCache) -> None:
+    cache.reserve(0, 1)
+    cache._keys[0] = cache._keys[0].transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def with_large_states(cache: KVCache) -> None:
+    cache._states[0][0] = tuple(part.double() for part in cache.state(0))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "change"),
+    [
+        (PLAIN, {"n_head_kv": 1}, None),
+        (PLAIN, {"head_dim": 15}, None),
+        (PLAIN, {"head_dim_v": 32}, None),
+        (PLAIN, {"state": ((3, 128), (4, 16, 16))}, None),
+        (PLAIN, {}, without_order),
+        (RECURRENT, {"n_head_kv": 2}, None),
+        (RECURRENT, {"state": ()}, None),
+        (RECURRENT, {"state": ((3, 128), (4, 16, 15))}, None),
+        (RECURRENT, {"state": ((2, 128), (4, 16, 16))}, None),
+        (RECURRENT, {}, with_large_states),
+    ],
+)
+def test_the_cache_of_another_layer_never_reaches_the_kernels(
+    spec: LayerSpec, shape: dict[str, Any], change: Callable[[KVCache], None] | None
+) -> None:
+    layer, tables = build(spec)[1], RotaryEmbedding(spec.rope).tables(4, CPU)
+    fits, other = (KVCache([replace(spec.cache_shape, **s)], 8, device=CPU) for s in ({}, shape))
+    layer_calls([layer], fits, 0, 4, [tables])
+    if change:
+        change(other)
+    with pytest.raises(ValueError, match=r"expected a (contiguous )?cache"):
+        layer_calls([layer], other, 0, 4, [tables])
+
+
+def test_tables_for_wider_heads_never_reach_the_kernels() -> None:
+    """Neither with the first pass nor later, neither for all layers nor for one."""
+    layers = [build(spec)[1] for spec in (PLAIN, RECURRENT, PLAIN)]
+    cache = KVCache([layer.spec.cache_shape for layer in layers], 8, device=CPU)
+    fits, wide = (RotaryEmbedding(RopeSpec(n, 1e4)).tables(4, CPU) for n in (16, 18))
+    for tables in ([wide] * 3, [fits, fits, wide]):
+        with pytest.raises(ValueError, match="turn 18 dimensions"):
+            layer_calls(layers, cache, 0, 4, tables)
+        layer_calls(layers, cache, 0, 4, [fits, wide, fits])  # the recurrent one turns nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +21,17 @@ from native_layers import (
 )
 
 from specdec.errors import CacheError
+from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import LayerSpec, RopeSpec
 from specdec.models.mimo2 import FusedSpec
 from specdec.models.qwen35 import GatedSpec
 from specdec.native.calls import layer_calls
-from specdec.native.layer import NativeLinear, NativeRMSNorm
+from specdec.native.layer import NativeEmbedding, NativeLinear, NativeRMSNorm
 from specdec.native.library import load_library
 from specdec.native.packing import pack
 
+VECTORS = Path(__file__).parent.parent / "data" / "vectors"
 PLAIN = LayerSpec(
     n_embd=48,
     n_head=4,
@@ -121,6 +124,21 @@ def test_heads_and_norms_take_what_torch_takes() -> None:
         assert head(x).shape == (*shape[:-1], 20)
         torch.testing.assert_close(head(x), torch.nn.functional.linear(x, weight))
         assert norm(x).shape == shape
+
+
+@pytest.mark.parametrize("name", ["tgt_llama", "tgt_qwen2"])
+def test_only_tokens_have_embeddings(name: str) -> None:
+    with GGUFFile.open(VECTORS / f"{name}.gguf") as file:
+        table, n_vocab = (
+            NativeEmbedding(file, "token_embd.weight"),
+            file.info("token_embd.weight").shape[0],
+        )
+    tokens = torch.tensor([n_vocab - 1, 0])
+    assert torch.equal(table(tokens), table(tokens.flip(0)).flip(0))
+    assert table(tokens[:0]).shape[0] == 0
+    for wrong in (-1, -n_vocab, n_vocab, 2**31, -(2**63)):
+        with pytest.raises(IndexError):
+            table(torch.tensor([0, wrong]))
 
 
 CACHE_TYPES = {
