@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,14 +34,29 @@ Transform = Callable[[str, Tensor], Tensor]
 """Rearranges the rows of a tensor by name, once, at load; may be given rows of packed bytes."""
 
 
-RunLayers = Callable[..., tuple[Tensor, Tensor | None]]
-"""``(layers, hidden [T, D], cache, rotary tables of each layer, rows, n_logits, taps, tapped)`` ->
-(hidden [T, D], logits [n_logits, V] of the last rows or None).
+class RunLayers(Protocol):
+    """Runs rows through all layers of a target."""
 
-Rows are appended to the cache, and may be overwritten. Tables begin at position 0. ``tapped``
-[T, n_taps, D] gets what the residual stream is at ``taps``, but for -1. Logits are None if they are
-left to the caller.
-"""
+    def __call__(
+        self,
+        layers: Sequence[Any],
+        hidden: Tensor,
+        cache: KVCache,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        rows: Rows,
+        *,
+        n_logits: int,
+        taps: Sequence[int],
+        tapped: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T, D], and logits [n_logits, V] of the last rows or None.
+
+        ``layers`` are the target's, with the ``rotary`` tables of each from position 0 on. Rows
+        ``hidden`` [T, D] are appended to the cache, and may be overwritten. ``tapped``
+        [T, n_taps, D] gets what the residual stream is at ``taps``, but for -1. Logits are None if
+        they are left to the caller.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +262,14 @@ class Target(nn.Module):
             hidden = hidden * self.config.embedding_scale
         tapped = hidden.new_empty(n, len(taps), self.config.n_embd) if taps else None
         hidden, logits = self._run_layers(
-            self._layers, hidden, cache, rotary, rows, n_logits, taps, tapped
+            self._layers,
+            hidden,
+            cache,
+            rotary,
+            rows,
+            n_logits=n_logits,
+            taps=taps,
+            tapped=tapped,
         )
         if -1 in taps:
             _store(tapped, taps, -1, self.output_norm(hidden))
@@ -260,7 +283,8 @@ def _run_one_by_one(
     cache: KVCache,
     rotary: Sequence[tuple[Tensor, Tensor]],
     rows: Rows,
-    _: int,
+    *,
+    n_logits: int,
     taps: Sequence[int],
     tapped: Tensor | None,
 ) -> tuple[Tensor, None]:

@@ -161,8 +161,11 @@ uint8_t* head_of(void* cache, const LayerCall& call, int64_t kv_head, int64_t wi
   return static_cast<uint8_t*>(cache) + kv_head * call.capacity * width * bytes;
 }
 
-// Behind and before a row of scores: keys that only its neighbours see.
+// Numbers before and behind the scores of a row. Rows that attend together are multiplied with the
+// keys of all of them, so each row also gets scores of keys that only its neighbours see: up to
+// ATTEND_TILE - 1 on either side. Sixteen, so that this keeps whole vectors whole.
 constexpr int64_t MARGIN = 16;
+static_assert(MARGIN >= ATTEND_TILE - 1 && MARGIN % 16 == 0, "scores of one row reach into another's");
 
 template <int R>
 void attend_together(const LayerCall& call, int64_t head, const Query* queries, float* scores) {
@@ -223,33 +226,11 @@ void write_cache(const LayerCall& call, int64_t kv_head, int64_t position, const
   write(call.values, call.value_type, call.layer->head_dim_v, value);
 }
 
-void rms_norm(const float* x, const float* weight, int64_t cols, float eps, float* out) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(x);
-  const float mean = dot<F32Numbers>(x, bytes, cols) / static_cast<float>(cols);
-  const float scale = 1.0f / std::sqrt(mean + eps);
-  for (int64_t i = 0; i < cols; i++) out[i] = weight ? x[i] * scale * weight[i] : x[i] * scale;
-}
-
 void rotate(float* head, const float* cos, const float* sin, int64_t half) {
   for (int64_t i = 0; i < half; i++) {
     const float first = head[i], second = head[i + half];
     head[i] = first * cos[i] - second * sin[i];
     head[i + half] = second * cos[i] + first * sin[i];
-  }
-}
-
-void activate(float* gate, const float* up, int64_t count, bool uses_gelu) {
-  const f32x16 one = broadcast(1.0f);
-  for (int64_t i = 0; i < count; i += 16) {
-    const int64_t width = count - i < 16 ? count - i : 16;
-    const f32x16 x = load_partial(gate + i, width);
-    f32x16 slope = broadcast(0.0f) - x;
-    if (uses_gelu) {  // (1 + tanh u) / 2 is the logistic function of 2 u
-      const f32x16 cube = broadcast(0.044715f) * x * x * x;
-      slope = broadcast(-1.5957691216057308f) * (x + cube);
-    }
-    const f32x16 value = x / (one + exp(slope)) * load_partial(up + i, width);
-    store_partial(gate + i, value, width);
   }
 }
 

@@ -1,4 +1,4 @@
-// Norms, rotation and attention. A row's numbers do not depend on the rows beside it.
+// Rotation, caches and attention. A row's numbers do not depend on the rows beside it.
 #pragma once
 
 #include "layer.h"
@@ -16,9 +16,6 @@ struct Query {
   float* out;          // [head_dim_v]
 };
 
-// x / rms(x) * weight; without a weight for a null pointer. `out` may be `x`.
-void rms_norm(const float* x, const float* weight, int64_t cols, float eps, float* out);
-
 // Rotates the first 2 * half dimensions of one head in the rotate-half layout.
 void rotate(float* head, const float* cos, const float* sin, int64_t half);
 
@@ -32,8 +29,5 @@ int64_t score_floats(int64_t n_keys);
 // Attention of up to ATTEND_TILE rows of one head, at positions that follow each other.
 void attend(const LayerCall& call, int64_t head, const Query* queries, int64_t count,
             float* scores);
-
-// gate * activation: SiLU, or GELU in its tanh form; in place in `gate`.
-void activate(float* gate, const float* up, int64_t count, bool uses_gelu);
 
 }  // namespace specdec

@@ -1,6 +1,7 @@
 #include "attention_branch.h"
 
 #include "attention.h"
+#include "norms.h"
 #include "vector.h"
 
 namespace specdec {

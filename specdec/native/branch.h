@@ -57,6 +57,7 @@ struct Product {
 };
 
 // The items of `range` that are among the first `count`; the rest of the range then counts from there.
+// So one step does the items of several matrices one after the other: nobody waits between them.
 inline Range take_items(Range& range, int64_t count) {
   const Range taken{smallest_of(range.first, count), smallest_of(range.last, count)};
   range.first = largest_of(range.first - count, 0);

@@ -79,6 +79,8 @@ def _build_in_place(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         built = Path(folder) / path.name
         compile_kernels(compiler, built)
+        if _fingerprint(compiler) not in path.name:
+            raise UnsupportedError("native kernels: their sources changed meanwhile; start again")
         built.replace(path)
 
 

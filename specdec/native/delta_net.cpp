@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention.h"
+#include "norms.h"
 #include "vector.h"
 
 namespace specdec {

@@ -1,8 +1,27 @@
 #include "feed_forward.h"
 
-#include "attention.h"
+#include "vector.h"
 
 namespace specdec {
+namespace {
+
+// gate * activation: SiLU, or GELU in its tanh form; in place in `gate`.
+void activate(float* gate, const float* up, int64_t count, bool uses_gelu) {
+  const f32x16 one = broadcast(1.0f);
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t width = count - i < 16 ? count - i : 16;
+    const f32x16 x = load_partial(gate + i, width);
+    f32x16 slope = broadcast(0.0f) - x;
+    if (uses_gelu) {  // (1 + tanh u) / 2 is the logistic function of 2 u
+      const f32x16 cube = broadcast(0.044715f) * x * x * x;
+      slope = broadcast(-1.5957691216057308f) * (x + cube);
+    }
+    const f32x16 value = x / (one + exp(slope)) * load_partial(up + i, width);
+    store_partial(gate + i, value, width);
+  }
+}
+
+}  // namespace
 
 InnerRows::InnerRows(int64_t n, int64_t n_ff, const Layer& layer, Scratch& scratch)
     : n(n), n_ff(n_ff), bytes(layer.quantises), uses_gelu(layer.uses_gelu != 0) {

@@ -1,9 +1,7 @@
 // Functions on rows that Python calls outside of layers.
-#include <cmath>
-
-#include "attention.h"
+#include "matmul.h"
+#include "norms.h"
 #include "parallel.h"
-#include "vector.h"
 
 using namespace specdec;
 

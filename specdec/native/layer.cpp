@@ -8,11 +8,11 @@
 #include <memory>
 #include <optional>
 
-#include "attention.h"
 #include "attention_branch.h"
 #include "delta_net.h"
 #include "experts.h"
 #include "logits.h"
+#include "norms.h"
 
 namespace specdec {
 namespace {

@@ -226,6 +226,7 @@ class LayerStack:
         cache: KVCache,
         rotary: Sequence[tuple[Tensor, Tensor]],
         rows: Rows,
+        *,
         n_logits: int,
         taps: Sequence[int],
         tapped: Tensor | None,

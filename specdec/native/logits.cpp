@@ -1,6 +1,6 @@
 #include "logits.h"
 
-#include "attention.h"
+#include "norms.h"
 #include "vector.h"
 
 namespace specdec {

@@ -338,7 +338,9 @@ inline __m512 add_lanes(__m512 a, __m512 b) {
 }
 #endif
 
-// The sums of sixteen vectors, each by the tree of `sum`. Vector i stands at place `sum_place(i)`.
+// The sums of sixteen vectors, each by the tree of `sum`. Vector i stands at place `sum_place(i)`:
+// the last shuffles stay within quarters of a vector, so the sum of the vector at place 4 l + q comes
+// out in lane l of quarter q. From these places the sums come out in order.
 constexpr int sum_place(int i) { return i % 4 * 4 + i / 4; }
 
 inline f32x16 sum_sixteen(const f32x16* values) {

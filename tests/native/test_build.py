@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -306,6 +307,20 @@ def test_what_a_killed_build_left(unbuilt: Path, starts: Path) -> None:
     assert [name.partition("-")[0] for name in left_in(unbuilt)] == ["building"]
     program(unbuilt, STAND_IN)
     assert [build.shared_library().name] == left_in(unbuilt)
+
+
+def test_sources_that_change_meanwhile(
+    unbuilt: Path, starts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the package is installed anew: the result is not what its name says."""
+    sources = shutil.copytree(build.FOLDER, unbuilt.parent / "sources")
+    monkeypatch.setattr(build, "FOLDER", sources)
+    program(unbuilt, f"{STAND_IN}\necho // >> {sources / build.HEADERS[0]}")
+    with pytest.raises(UnsupportedError, match="changed meanwhile"):
+        build.shared_library()
+    assert left_in(unbuilt) == []
+    program(unbuilt, STAND_IN)
+    assert build.shared_library().read_text() == "done\n"
 
 
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
     "attention_scale": 0.25,
 }
 PLAIN = LayerSpec(**SIZES)
+LAST_TWO: dict[str, Any] = {"n_logits": 2, "taps": (), "tapped": None}
 RECURRENT = DeltaNetSpec(**SIZES, n_key_heads=2, n_value_heads=4, state_size=16, conv_kernel=4)
 
 
@@ -56,7 +57,7 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
             expected = run(expected)
         tables = [RotaryEmbedding(spec.rope).tables(start + n, CPU) for spec in specs]
         rows = Rows(start, n, exact=True)
-        out, logits = stack(layers, hidden.clone(), cache, tables, rows, 2, (), None)
+        out, logits = stack(layers, hidden.clone(), cache, tables, rows, **LAST_TWO)
         cache.advance(n)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         raw = torch.nn.functional.rms_norm(expected[-2:], norm.shape, norm, PLAIN.rms_eps)
@@ -75,7 +76,7 @@ def test_a_hidden_state_that_is_no_number_gives_no_logits(softcap: float) -> Non
     cache, tables = KVCache([PLAIN.cache_shape], 8, device=CPU), RotaryEmbedding(PLAIN.rope)
     rows = Rows(0, 2, exact=True)
     layers = [build(PLAIN)[1]]
-    _, logits = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, 2, (), None)
+    _, logits = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, **LAST_TWO)
     assert logits is not None
     assert logits[0].isfinite().all()
     assert logits[1].isnan().all()
