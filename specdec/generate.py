@@ -116,7 +116,6 @@ def warm_up(target: Target) -> None:
     target(torch.zeros(1, dtype=torch.int64, device=target.device), target.new_cache(1))
 
 
-@torch.inference_mode()
 def decode(
     target: Target,
     cache: KVCache,
@@ -139,32 +138,35 @@ def decode(
         )
     if limits.n_predict == 0:
         return
-    prefill(target, cache, drafter, prompt[cache.length : -1], limits.n_batch, progress)
-    cache.checkpoint()
+    with torch.inference_mode():
+        prefill(target, cache, drafter, prompt[cache.length : -1], limits.n_batch, progress)
+        cache.checkpoint()
     last_token, n_emitted, finish, device = prompt[-1], 0, None, target.device
     while finish is None:
-        start = cache.length
-        clock = [time.perf_counter()]
-        room = limits.room(start, n_emitted)
-        draft = drafter.draft(last_token, room) if room >= 1 else Draft(end="room")
-        clock.append(time.perf_counter())
+        # Not around the generator as a whole: torch would wrap every step of it.
+        with torch.inference_mode():
+            start = cache.length
+            clock = [time.perf_counter()]
+            room = limits.room(start, n_emitted)
+            draft = drafter.draft(last_token, room) if room >= 1 else Draft(end="room")
+            clock.append(time.perf_counter())
 
-        block = torch.tensor([last_token, *draft.tokens], device=device)
-        output = target(block, cache, taps=drafter.taps)
-        clock.append(time.perf_counter())
+            block = torch.tensor([last_token, *draft.tokens], device=device)
+            output = target(block, cache, taps=drafter.taps)
+            clock.append(time.perf_counter())
 
-        emitted = verifier.verify(draft, output.logits)
-        keep, finish = limits.cut(emitted, start, n_emitted)
-        clock.append(time.perf_counter())
+            emitted = verifier.verify(draft, output.logits, output.best)
+            keep, finish = limits.cut(emitted, start, n_emitted)
+            clock.append(time.perf_counter())
 
-        cache.truncate(start + keep)
-        if draft.tokens:
-            drafter.accept(keep - 1)
-        hidden = output.hidden
-        if keep <= len(draft.tokens):
-            block, hidden = block[:keep], None if hidden is None else hidden[:keep]
-        drafter.observe(block, hidden)
-        clock.append(time.perf_counter())
+            cache.truncate(start + keep)
+            if draft.tokens:
+                drafter.accept(keep - 1)
+            hidden = output.hidden
+            if keep <= len(draft.tokens):
+                block, hidden = block[:keep], None if hidden is None else hidden[:keep]
+            drafter.observe(block, hidden)
+            clock.append(time.perf_counter())
 
         n_emitted, last_token = n_emitted + keep, emitted[keep - 1]
         times = RoundTimes(*(b - a for a, b in itertools.pairwise(clock)))

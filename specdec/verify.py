@@ -9,7 +9,7 @@ appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from specdec.errors import UsageError
 from specdec.options import SpecOptions
 from specdec.sampling.candidates import Floats
 from specdec.sampling.chain import SamplerChain, best_tokens, host_rows, stream_seed
+from specdec.sampling.head import Best
 
 
 class Verifier:
@@ -40,23 +41,22 @@ class Verifier:
         purpose = "verifier" if rates is None else "synthetic"
         self._generator = torch.Generator().manual_seed(stream_seed(chain.seed, purpose))
 
-    def verify(self, draft: Draft, logits: Tensor) -> list[int]:
+    def verify(self, draft: Draft, logits: Tensor, best: Best | None = None) -> list[int]:
         """1 to K+1 emitted tokens from logits [K+1, V]; all but the last are draft tokens.
 
-        Every emitted token has been accepted by the chain.
+        ``best`` of these logits, if known, spares looking for them. Every emitted token has been
+        accepted by the chain.
         """
         if self.rates is not None:
             return self._synthetic(draft, host_rows(logits), self.rates)
         if draft.q is not None and not self.chain.greedy and not self.chain.stateful:
             return self._rejection(draft, host_rows(logits))
-        return self._matching(draft, logits)
+        return self._matching(draft, logits, best)
 
-    def _matching(self, draft: Draft, logits: Tensor) -> list[int]:
+    def _matching(self, draft: Draft, logits: Tensor, best: Best | None) -> list[int]:
         """The target's own samples, as long as the draft agrees with them."""
         emitted: list[int] = []
-        samples = (  # drawn one by one, each after the one before is accepted
-            best_tokens(logits) if self.chain.greedy else map(self.chain.sample, host_rows(logits))
-        )
+        samples = self._samples(logits, best)
         for row, (token, drafted) in enumerate(zip(samples, [*draft.tokens, None], strict=True)):
             self.chain.accept(token)
             emitted.append(token)
@@ -64,6 +64,17 @@ class Verifier:
             if token != drafted or (token in self.end_tokens and more_drafted):
                 break
         return emitted
+
+    def _samples(self, logits: Tensor, best: Best | None) -> Iterable[int]:
+        """A token for each row, drawn one by one, each after the one before is accepted."""
+        chain = self.chain
+        if best is not None and chain.greedy and best.reaches(1):
+            return best.tokens()
+        if chain.greedy:
+            return best_tokens(logits)
+        if best is not None and chain.head is not None and best.reaches(chain.head.n):
+            return itertools.starmap(chain.sample_head, best.heads(chain.head.n))
+        return map(chain.sample, host_rows(logits))
 
     def _rejection(self, draft: Draft, logits: Floats) -> list[int]:
         """Accepts d with probability min(1, p(d) / q(d)), else draws from max(0, p - q)."""

@@ -11,6 +11,7 @@ from specdec.drafters.base import Draft
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.base import TargetOutput
 from specdec.options import SamplingOptions
+from specdec.sampling.head import Best
 
 Script = Callable[[list[int]], int]
 """Text so far -> the token that follows."""
@@ -94,6 +95,6 @@ class ForcedVerifier:
     def __init__(self, accepted: Sequence[int]) -> None:
         self.accepted = list(accepted)
 
-    def verify(self, draft: Draft, logits: Tensor) -> list[int]:
+    def verify(self, draft: Draft, logits: Tensor, best: Best | None = None) -> list[int]:
         n = min(self.accepted.pop(0) if self.accepted else 0, len(draft.tokens))
         return [*draft.tokens[:n], int(logits[n].argmax())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from specdec.models.layers import (
 from specdec.models.rows import ROW_BLOCK, Rows
 from specdec.options import RopeOptions
 
+if TYPE_CHECKING:
+    from specdec.sampling.head import Best
+
 Transform = Callable[[str, Tensor], Tensor]
 """Rearranges the rows of a tensor by name, once, at load; may be given rows of packed bytes."""
 
@@ -48,13 +51,13 @@ class RunLayers(Protocol):
         n_logits: int,
         taps: Sequence[int],
         tapped: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, D], and logits [n_logits, V] of the last rows or None.
+    ) -> tuple[Tensor, tuple[Tensor, Best] | None]:
+        """Hidden states [T, D], and logits [n_logits, V] of the last rows with the best of them.
 
         ``layers`` are the target's, with the ``rotary`` tables of each from position 0 on. Rows
         ``hidden`` [T, D] are appended to the cache, and may be overwritten. ``tapped``
-        [T, n_taps, D] gets what the residual stream is at ``taps``, but for -1. Logits are None if
-        they are left to the caller.
+        [T, n_taps, D] gets what the residual stream is at ``taps``, but for -1. None stands
+        for logits that are left to the caller.
         """
         ...
 
@@ -84,6 +87,8 @@ class TargetOutput:
     """[R, V] float32, the last R rows asked for."""
     hidden: Tensor | None
     """[T, n_taps, D] in the order of ``taps``; None if none were asked for."""
+    best: Best | None = None
+    """The best tokens of each row of logits, where native kernels have found them on their way."""
 
 
 class Target(nn.Module):
@@ -186,8 +191,11 @@ class Target(nn.Module):
         if is_exact and not self.is_row_invariant:
             return self._exact(tokens, cache, taps, n_logits)
         rows = Rows(cache.length, n, exact=is_exact)
-        final, tapped, logits = self._run(tokens, cache, taps, rows, n_logits)
-        return TargetOutput(self._logits(final, n_logits) if logits is None else logits, tapped)
+        final, tapped, found = self._run(tokens, cache, taps, rows, n_logits)
+        if found is None:
+            return TargetOutput(self._logits(final, n_logits), tapped)
+        logits, best = found
+        return TargetOutput(logits, tapped, best)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table, [T] -> [T, D], without the architecture's scale."""
@@ -249,8 +257,8 @@ class Target(nn.Module):
 
     def _run(
         self, tokens: Tensor, cache: KVCache, taps: Sequence[int], rows: Rows, n_logits: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(last hidden state [T, D], taps [T, n_taps, D] if any, logits if the kernels make them).
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Best] | None]:
+        """(last hidden state [T, D], taps [T, n_taps, D] if any, logits as in `RunLayers`).
 
         Commits ``rows.count`` rows.
         """

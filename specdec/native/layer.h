@@ -89,6 +89,8 @@ struct Head {
   float softcap;  // c; 0 = none
 };
 
+constexpr int64_t N_BEST = 64;  // logits of a row that are given in order, too
+
 // n rows at positions start ... start + n - 1 through some layers.
 struct Pass {
   const LayerCall* calls;
@@ -100,6 +102,10 @@ struct Pass {
   const Head* head;
   float* logits;     // [n_logits, rows of the head's matrix] of the last rows
   int64_t n_logits;  // 0 = none are wanted
+  // [n_logits, N_BEST] the largest logits, of equal ones those of lower ids first, and their ids; as
+  // many as there are. The first id of a row is -1 if one of its logits is not finite.
+  int64_t* best_ids;
+  float* best;
   int64_t n_taps;
   const int64_t* taps;  // [n_taps] the layer whose rows are wanted as it finds them; n_layers = behind
   float* tapped;        // [n, n_taps, n_embd]

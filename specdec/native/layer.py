@@ -36,6 +36,7 @@ from specdec.native.library import (
 from specdec.native.packing import PackedMatrix
 from specdec.native.weights import LayerTensors, Weights
 from specdec.options import Activations
+from specdec.sampling.head import Best
 
 
 class NativeLayer(nn.Module):
@@ -230,7 +231,7 @@ class LayerStack:
         n_logits: int,
         taps: Sequence[int],
         tapped: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, tuple[Tensor, Best] | None]:
         """See `specdec.models.base.RunLayers`. Raises `CacheError` if the cache is full."""
         n = hidden.shape[0]
         out = floats(hidden, (n, layers[0].spec.n_embd))

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.errors import UnsupportedError
 from specdec.native.build import shared_library, written_at
 from specdec.native.packing import PackedMatrix
+from specdec.sampling.head import Best
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 ACTIVATION_BYTES = {"f32": 0, "int8": 1, "int16": 2}
 """What an activation is rounded to in products with quantised weights; 0 = not at all."""
+N_BEST = 64
+"""Logits of a row that are given in order, too; the number is that of layer.h."""
 Rounding = Literal["f32", "int8", "int16"]
 
 
@@ -120,7 +123,8 @@ class Pass(ctypes.Structure):
         ("calls", ctypes.POINTER(LayerCall)),
         *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
         *((name, _POINTER) for name in ("hidden", "scratch", "inputs", "head", "logits")),
-        *((name, _INT) for name in ("n_logits", "n_taps")),
+        ("n_logits", _INT),
+        *(("best_ids", ctypes.POINTER(_INT)), ("best", ctypes.POINTER(_FLOAT)), ("n_taps", _INT)),
         *((name, _POINTER) for name in ("taps", "tapped")),
     )
 
@@ -223,16 +227,21 @@ class Library:
         n_logits: int = 0,
         taps: Sequence[int] = (),
         tapped: Tensor | None = None,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, Best] | None:
         """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
 
         With ``sees_block`` a row sees those behind it, too. The attention of a single layer may
         read other ``inputs`` [T, columns of q], without a norm. Returns the logits
-        [``n_logits``, V] of the last rows by ``head``, if any. ``tapped`` [T, n_taps, D] gets the
-        rows as layer k finds them, k being one of ``taps``, or as the last one leaves them, k
-        being the number of layers; nothing for other k. The caller has checked every size.
+        [``n_logits``, V] of the last rows by ``head`` and the best of them, if any. ``tapped``
+        [T, n_taps, D] gets the rows as layer k finds them, k being one of ``taps``, or as the last
+        one leaves them, k being the number of layers; nothing for other k. The caller has checked
+        every size.
         """
-        logits = None if head is None else torch.empty(n_logits, head.matrix.rows)
+        n_vocab = 0 if head is None else head.matrix.rows
+        n_best = min(N_BEST, n_vocab)
+        ids: Any = (_INT * (n_logits * n_best))()
+        best: Any = (_FLOAT * (n_logits * n_best))()
+        logits = torch.empty(n_logits, n_vocab)
         layers = (_INT * len(taps))(*taps)
         self._run(
             self._lib.specdec_layers,
@@ -247,14 +256,16 @@ class Library:
                 None,
                 None if inputs is None else inputs.data_ptr(),
                 None if head is None else ctypes.addressof(head),
-                None if logits is None else logits.data_ptr(),
+                logits.data_ptr(),
                 n_logits,
+                ids,
+                best,
                 len(taps),
                 ctypes.addressof(layers) if taps else None,
                 None if tapped is None else tapped.data_ptr(),
             ),
         )
-        return logits
+        return None if head is None else (logits, Best(n_best, ids, best))
 
     def write_keys_values(self, calls: ctypes.Array[LayerCall], rows: Tensor, start: int) -> None:
         """Writes the keys and values that each layer makes of ``rows`` at ``start`` ...

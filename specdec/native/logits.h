@@ -5,7 +5,7 @@
 
 namespace specdec {
 
-// From the last rows' hidden states to their logits.
+// From the last rows' hidden states to their logits, and the best of these.
 class LogitsPass {
  public:
   // Takes scratch memory that the layers need no more by then.
@@ -15,14 +15,19 @@ class LogitsPass {
   void add_steps(Steps& steps) const;
 
  private:
+  static constexpr int64_t BLOCK_LOGITS = 64;  // whose largest one is noted
+
   const Pass& pass_;
   const Head& head_;
+  const int64_t n_blocks_;
   Scratch scratch_;
   float *normed_, *kept_;
+  float* maxima_;  // [n_logits, n_blocks] NaN if a logit of the block is not finite
 
   Input input() const;
   void norm_row(int64_t t) const;
-  void multiply_groups(Range range) const;
+  void multiply_blocks(Range range) const;
+  void rank_row(int64_t t) const;
 };
 
 }  // namespace specdec

@@ -172,6 +172,19 @@ inline int32_t largest(const i32x16& value) {
 #endif
 }
 
+inline float largest(const f32x16& value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value.part[0]);
+#else
+  float result = value.part[0][0];
+  for (int i = 1; i < 16; i++) {
+    const float lane = value.part[i / LANES][i % LANES];
+    result = lane > result ? lane : result;
+  }
+  return result;
+#endif
+}
+
 // The lowest eight bits of each.
 inline void store_i8(int8_t* destination, const i32x16& value) {
 #if defined(__AVX512F__)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from specdec.errors import UsageError, unknown_name
 from specdec.options import SamplingOptions
 from specdec.sampler_names import SAMPLER_NAMES
-from specdec.sampling import filters
+from specdec.sampling import filters, head
 from specdec.sampling.adaptive import Adaptive, AdaptiveP, Mirostat1, Mirostat2
 from specdec.sampling.candidates import Candidates
 from specdec.sampling.chain import (
@@ -24,6 +25,7 @@ from specdec.sampling.chain import (
     SamplerState,
     stream_seed,
 )
+from specdec.sampling.head import HeadSampler
 from specdec.sampling.infill import infill
 from specdec.sampling.penalties import Breakers, dry, find_breakers, penalties
 
@@ -56,6 +58,8 @@ class Sampler(NamedTuple):
     apply: Callable[[Candidates, SamplerSetup, SamplerState], Candidates]
     keeps_best: bool = False
     """Whether the best token before is always the best one behind."""
+    on_head: Callable[[SamplingOptions, Sequence[float]], Sequence[float]] | None = None
+    """The same on the best logits alone, if it does not ask which tokens they are."""
 
 
 def _window(state: SamplerState, length: int) -> list[int]:
@@ -124,11 +128,13 @@ SAMPLERS: dict[str, Sampler] = {
         lambda o: o.top_p < 1,
         lambda c, s, _: filters.top_p(c, s.options.top_p),
         keeps_best=True,
+        on_head=lambda o, logits: head.top_p(logits, o.top_p),
     ),
     "min_p": Sampler(
         lambda o: o.min_p > 0,
         lambda c, s, _: filters.min_p(c, s.options.min_p),
         keeps_best=True,
+        on_head=lambda o, logits: head.min_p(logits, o.min_p),
     ),
     "xtc": Sampler(
         lambda o: o.xtc_probability > 0 and o.xtc_threshold <= 0.5,
@@ -140,6 +146,7 @@ SAMPLERS: dict[str, Sampler] = {
         lambda o: o.temp != 1 or o.dynatemp_range > 0,
         _temperature,
         keeps_best=True,
+        on_head=lambda o, logits: head.temperature(logits, o.temp),
     ),
     "infill": Sampler(
         lambda _: True,
@@ -177,14 +184,25 @@ def build_chain(
     ]
     setup = _setup(options, active, n_vocab, end_tokens, encode, token_bytes)
     bias = _bias(options, n_vocab, end_tokens, suppressed)
+    adaptive = _adaptive(options, n_vocab)
     always_best = "temperature" in active and options.temp <= 0 and options.dynatemp_range <= 0
     return SamplerChain(
         [_bind(SAMPLERS[name], setup) for name in active],
         seed=options.seed,
         bias=bias,
-        adaptive=_adaptive(options, n_vocab),
+        adaptive=adaptive,
         greedy=always_best and not bias and all(SAMPLERS[name].keeps_best for name in active),
+        head=None if bias or adaptive else _head(options, active),
     )
+
+
+def _head(options: SamplingOptions, active: Sequence[str]) -> HeadSampler | None:
+    """The active samplers as one of the best logits alone, if that is enough for them."""
+    if active[:1] != ["top_k"] or ("temperature" in active and options.dynatemp_range > 0):
+        return None
+    found = [SAMPLERS[name].on_head for name in active[1:]]
+    known = [partial(apply, options) for apply in found if apply is not None]
+    return HeadSampler(options.top_k, known) if len(known) == len(found) else None
 
 
 def _bind(sampler: Sampler, setup: SamplerSetup) -> Filter:

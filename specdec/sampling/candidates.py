@@ -29,8 +29,10 @@ _HEADS = (256, 4096, sys.maxsize)
 """How many of the largest keys `walk` looks at, until their weight suffices."""
 _SORTED = 512
 """Keys that are sorted rather than narrowed down once more."""
-_NEARLY_ALL = 1 - 1e-12
-"""The largest share it looks for; up to here rounding cannot lead to a key without a weight."""
+NEARLY_ALL = 1 - 1e-12
+"""The largest share that a walk looks for; up to here rounding leads to no key without a weight."""
+COLDEST = 1e-30
+"""The lowest temperature that logits are divided by."""
 
 
 def _nothing_left() -> SpecdecError:
@@ -150,7 +152,7 @@ def walk(keys: Floats, weights: Doubles, share: float, side: Literal["left", "ri
     That is the first one whose running sum of ``weights`` is at least (side "left") or above
     ("right") that share of all. Keys that are passed by on the way are not sorted.
     """
-    mass = min(share, _NEARLY_ALL) * float(weights.sum())
+    mass = min(share, NEARLY_ALL) * float(weights.sum())
     if side == "left":
         mass = math.nextafter(mass, -math.inf)  # at least a number is above the one before
     if len(keys) <= _SORTED:

@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.options import RANDOM_SEED
 from specdec.sampling.adaptive import Adaptive
 from specdec.sampling.candidates import Candidates, Floats
+from specdec.sampling.head import HeadSampler
 from specdec.sampling.penalties import add_bias
 
 STREAMS = {
@@ -74,6 +75,7 @@ class SamplerChain:
     """The sampler of one request at a time; `begin` makes it ready for the next.
 
     ``greedy``: the argmax of the raw logits is what `sample` returns, and nothing is drawn.
+    ``head``: the whole chain, if the few best logits of a row are enough for it, else None.
     ``stateful``: a sampler learns from the tokens `sample` drew, so drafts must be verified by
     matching. ``seed``: the seed in use; drawn anew by each `begin` if it is to be random.
     """
@@ -86,8 +88,10 @@ class SamplerChain:
         bias: Mapping[int, float] | None = None,
         adaptive: Adaptive | None = None,
         greedy: bool = False,
+        head: HeadSampler | None = None,
     ) -> None:
         self.greedy = greedy
+        self.head = head
         self.stateful = adaptive is not None
         self._filters = tuple(filters)
         self._requested_seed = seed
@@ -132,6 +136,11 @@ class SamplerChain:
         if self._adaptive is not None:
             self._adaptive.update(before, after, token)
         return token
+
+    def sample_head(self, ids: Sequence[int], logits: Sequence[float]) -> int:
+        """What `sample` returns, but for rounding, from the ``head.n`` best tokens of the row."""
+        assert self.head is not None
+        return ids[self.head.draw(logits, self._uniform())]
 
     def accept(self, token: int) -> None:
         """Appends ``token`` to the text that penalties look at."""

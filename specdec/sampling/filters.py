@@ -12,9 +12,7 @@ import math
 import numpy as np
 import torch
 
-from specdec.sampling.candidates import Candidates, Doubles, down_to, walk
-
-_COLDEST = 1e-30
+from specdec.sampling.candidates import COLDEST, Candidates, Doubles, down_to, walk
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
@@ -90,7 +88,7 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 
     So does what is so close to 0 that quotients might leave float32.
     """
-    if t < _COLDEST:
+    if t < COLDEST:
         return candidates.head(1)
     return candidates.with_logits(candidates.logits / t)
 

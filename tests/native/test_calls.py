@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,9 @@ from specdec.models.layers import LayerSpec, RopeSpec, RotaryEmbedding
 from specdec.models.rows import Rows
 from specdec.native.calls import layer_calls
 from specdec.native.layer import LayerStack
-from specdec.native.library import load_library
+from specdec.native.library import N_BEST, load_library
 from specdec.native.packing import pack
+from specdec.sampling.head import Best
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -57,13 +59,62 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
             expected = run(expected)
         tables = [RotaryEmbedding(spec.rope).tables(start + n, CPU) for spec in specs]
         rows = Rows(start, n, exact=True)
-        out, logits = stack(layers, hidden.clone(), cache, tables, rows, **LAST_TWO)
+        out, found = stack(layers, hidden.clone(), cache, tables, rows, **LAST_TWO)
+        assert found is not None
+        logits, best = found
         cache.advance(n)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         raw = torch.nn.functional.rms_norm(expected[-2:], norm.shape, norm, PLAIN.rms_eps)
         wanted = raw @ weight.T
         wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        assert_ranked(best, logits)
+
+
+def assert_ranked(best: Best, logits: torch.Tensor) -> None:
+    n = min(N_BEST, logits.shape[1])
+    order = logits.sort(descending=True, stable=True)
+    assert best.n == n
+    assert list(best.ids) == order.indices[:, :n].flatten().tolist()
+    assert list(best.logits) == order.values[:, :n].flatten().tolist()
+    assert best.tokens() == logits.argmax(-1).tolist()
+
+
+def head_of(output: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, Best]:
+    """Logits of rows that a layer has not changed."""
+    packed = pack(output.view(torch.uint8), "F32", PLAIN.n_embd)
+    norm = torch.ones(PLAIN.n_embd)
+    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, packed, "f32", 0.0)
+    cache, tables = KVCache([PLAIN.cache_shape], 99, device=CPU), RotaryEmbedding(PLAIN.rope)
+    n = len(hidden)
+    rotary, rows = [tables.tables(n, CPU)], Rows(0, n, exact=True)
+    _, found = stack(
+        [build(PLAIN)[1]], hidden, cache, rotary, rows, n_logits=n, taps=(), tapped=None
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("n_vocab", [1, 15, 63, 64, 65, 1000, 4097, 9000])
+@pytest.mark.parametrize("n_different", [1, 3, 100, 9000])
+def test_the_best_logits_are_given_in_order(n_vocab: int, n_different: int) -> None:
+    """Equal ones, too: rows of the output matrix that repeat give equal logits."""
+    generator = torch.Generator().manual_seed(n_vocab * n_different)
+    kinds = torch.randint(n_different, (n_vocab,), generator=generator)
+    output = torch.randn(n_different, PLAIN.n_embd, generator=generator)[kinds]
+    logits, best = head_of(output, random_rows(PLAIN, 9))
+    assert_ranked(best, logits)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 70, 199])
+def test_logits_that_are_not_finite_have_no_order(value: float, place: int) -> None:
+    output = random_rows(PLAIN, 200)
+    output[place] = value
+    logits, best = head_of(output, random_rows(PLAIN, 2))
+    assert not logits[:, place].isfinite().any()
+    assert not best.reaches(1)
+    assert best.tokens() == [-1, -1]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
@@ -76,8 +127,10 @@ def test_a_hidden_state_that_is_no_number_gives_no_logits(softcap: float) -> Non
     cache, tables = KVCache([PLAIN.cache_shape], 8, device=CPU), RotaryEmbedding(PLAIN.rope)
     rows = Rows(0, 2, exact=True)
     layers = [build(PLAIN)[1]]
-    _, logits = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, **LAST_TWO)
-    assert logits is not None
+    _, found = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, **LAST_TWO)
+    assert found is not None
+    logits, best = found
+    assert best.tokens() == [logits[0].argmax(), -1]
     assert logits[0].isfinite().all()
     assert logits[1].isnan().all()
 
