@@ -20,7 +20,7 @@ from work import (
     timed_in_turn,
 )
 
-from specdec.engine import Engine
+from specdec.engine import NATIVE_ROWS, Engine
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.base import Target
@@ -43,7 +43,9 @@ def main(path: str, n_threads: int) -> None:
     step(PROMPT[:8], 1)  # first-time work
     cache.truncate(0)
     started = time.perf_counter()
-    token = step(PROMPT, 1)
+    n_rows = NATIVE_ROWS if target.is_row_invariant else len(PROMPT)
+    for first in range(0, len(PROMPT), n_rows):
+        token = step(PROMPT[first : first + n_rows], 1)
     prompt = time.perf_counter() - started
     cache.truncate(N_CONTEXT)
     started = time.perf_counter()

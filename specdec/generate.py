@@ -139,6 +139,7 @@ def decode(
     if limits.n_predict == 0:
         return
     with torch.inference_mode():
+        cache.make_room(len(prompt))
         prefill(target, cache, drafter, prompt[cache.length : -1], limits.n_batch, progress)
         cache.checkpoint()
     last_token, n_emitted, finish, device = prompt[-1], 0, None, target.device

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CacheError
+from specdec.memory import trim_memory
 
 GROWTH = 256
 """Rows by which the buffers grow."""
+TRIMMED = 1 << 23
+"""Bytes of replaced buffers from which memory is given back to the system."""
 SPARE_STATES = 32
 """Dropped states of a layer whose memory is kept, as fresh pages cost more than their numbers."""
 
@@ -79,6 +82,7 @@ class KVCache:
         self._states: dict[int, dict[int, State]] = {}
         self._spare: dict[int, list[State]] = {}
         self._checkpoint = 0
+        self._replaced = 0
         self._reset_states()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +109,12 @@ class KVCache:
         if end > self._keys[layer].shape[1]:
             self._grow(layer, end)
         return self._keys[layer], self._values[layer]
+
+    def make_room(self, rows: int) -> None:
+        """Has buffers for ``rows`` rows, up to ``n_ctx``, so that they need not grow on the way."""
+        for layer, keys in enumerate(self._keys):
+            if layer not in self._states and keys.shape[1] < min(rows, self.n_ctx):
+                self._grow(layer, rows)
 
     def committed(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The committed rows of one layer, ([Hkv, length, Dh], [Hkv, length, Dv])."""
@@ -185,3 +195,7 @@ class KVCache:
             new = old.new_zeros(old.shape[0], capacity, old.shape[2])
             new[:, : self.length] = old[:, : self.length]
             buffers[layer] = new
+            self._replaced += old.numel() * old.element_size()
+        if self._replaced >= TRIMMED:  # what layers free in turn is too scattered for the next one
+            self._replaced = 0
+            trim_memory()

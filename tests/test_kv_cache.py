@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec import kv_cache
 from specdec.errors import CacheError
 from specdec.kv_cache import CacheShape, KVCache
 
@@ -38,3 +39,32 @@ def test_lengths_out_of_reach() -> None:
         cache.append(0, torch.zeros(5, 1, 1), torch.zeros(5, 1, 1))
     with pytest.raises(CacheError, match="cannot truncate"):
         cache.truncate(1)
+
+
+def test_room_for_what_is_known_to_come() -> None:
+    shapes = [CacheShape(2, 3, 1), CacheShape(0, 0, 0, state=((2,),)), CacheShape(1, 4, 4)]
+    cache = KVCache(shapes, 700, device=torch.device("cpu"))
+    cache.append(0, torch.ones(5, 2, 3), torch.ones(5, 2, 1))
+    cache.append(2, torch.ones(5, 1, 4), torch.ones(5, 1, 4))
+    cache.advance(5)
+    cache.put_state(1, 0, (torch.zeros(2),))
+    for rows, capacity in ((600, 700), (9, 700), (5000, 700)):
+        cache.make_room(rows)
+        found = [cache.reserve(layer, 1)[0] for layer in (0, 2)]
+        assert [keys.shape[1] for keys in found] == [capacity, capacity]
+    buffers = [keys.data_ptr() for keys in found]
+    cache.advance(600)
+    assert [cache.reserve(layer, 90)[0].data_ptr() for layer in (0, 2)] == buffers
+    assert cache.reserve(0, 1)[0][:, :5].eq(1).all()
+
+
+def test_memory_of_replaced_buffers_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(kv_cache, "trim_memory", lambda: trimmed.append(cache.length))
+    monkeypatch.setattr(kv_cache, "TRIMMED", 4 * 256 * (6 + 2) * 2)
+    cache = KVCache([CacheShape(2, 3, 1)] * 2, 2000, device=torch.device("cpu"))
+    for _ in range(8):
+        for layer in range(2):
+            cache.append(layer, torch.zeros(200, 2, 3), torch.zeros(200, 2, 1))
+        cache.advance(200)
+    assert trimmed[:4] == [200, 400, 400, 600]  # as soon as that much is free

@@ -18,8 +18,8 @@ from specdec.drafters.eagle3_validate import check_eagle3
 from specdec.drafters.mtp.validate import check_mtp
 from specdec.errors import UsageError
 from specdec.gguf_file import GGUFFile
+from specdec.memory import trim_memory
 from specdec.models import check_architecture
-from specdec.native import trim_memory
 from specdec.options import (
     AUTO,
     AUTO_LONGEST,

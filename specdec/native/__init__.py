@@ -7,14 +7,13 @@ kernels are C++ without torch's headers, compiled at first use (`build`), called
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 from collections import Counter
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING
 
 from specdec.errors import UnsupportedError
+from specdec.memory import trim_memory
 
 if TYPE_CHECKING:
     import torch
@@ -152,9 +151,3 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
     trim_memory()
     for name, count in others.items():
         log.debug("native kernels: %d tensors of type %s became float32", count, name)
-
-
-def trim_memory() -> None:
-    """Gives the memory that packing took and freed back to the system; glibc would keep it."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -21,6 +21,11 @@ inline u8x64 load_bytes(const uint8_t* source) {
   SPECDEC_PARTS(u8x64, (u8_quads)((const u8_memory*)source)[p]);
 }
 
+inline void store_bytes(uint8_t* destination, const u8x64& value) {
+  for (int p = 0; p < PARTS; p++)
+    ((u8_memory*)destination)[p] = (u8_memory)value.part[p];
+}
+
 // Bits moved within pairs of bytes: what crosses into the neighbour is for the mask to remove.
 inline u8x64 shift_right(const u8x64& a, int n) {
   SPECDEC_PARTS(u8x64, (u8_quads)((u16_pairs)a.part[p] >> n));

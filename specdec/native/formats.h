@@ -86,45 +86,70 @@ struct Factors {
   f32x16 minimum[2];
 };
 
+// What blocks share is read as it is; `memory` is none.
+template <int SIZE>
+struct Header {
+  static constexpr int HEADER = SIZE, MEMORY = 1;
+  static const uint8_t* open(const uint8_t* header, uint8_t*) { return header; }
+};
+
+// Behind SIZE bytes sixteen numbers of six bits for every row, two of each block. They are taken apart
+// for all blocks at once: BYTES for every block, the rows' first numbers, then their second ones.
+template <int SIZE>
+struct SixBitHeader {
+  static constexpr int HEADER = SIZE + 192, MEMORY = SIZE + 256, BYTES = 32;
+  static const uint8_t* open(const uint8_t* header, uint8_t* memory) {
+    std::memcpy(memory, header, SIZE);
+    const u8x64 upper = load_bytes(header + SIZE + 128);
+    for (int i = 0; i < 2; i++) {
+      const u8x64 both = load_bytes(header + SIZE + 64 * i);
+      const u8x64 first = i == 0 ? shift_left(upper, 4) : upper;
+      const u8x64 second = i == 0 ? shift_left(upper, 2) : shift_right(upper, 2);
+      store_bytes(memory + SIZE + 128 * i, (both & 15) | (first & 48));
+      store_bytes(memory + SIZE + 128 * i + 64, (shift_right(both, 4) & 15) | (second & 48));
+    }
+    return memory;
+  }
+};
+
 // An f16 scale: Q4_0, Q5_0, Q8_0, IQ4_NL.
 template <class Q, int O>
-struct Scaled {
+struct Scaled : Header<0> {
   using Quants = Q;
-  static constexpr int OFFSET = O, SCALES = 1, MINIMA = 0, BLOCKS = 1;
-  static constexpr int HEADER = 0, FACTORS = 32;
-  static Factors factors(const uint8_t*, const uint8_t* block) { return {{load_f16(block)}, {}}; }
+  static constexpr int OFFSET = O, SCALES = 1, MINIMA = 0, BLOCKS = 1, FACTORS = 32;
+  static Factors factors(const uint8_t*, const uint8_t* block, int64_t) {
+    return {{load_f16(block)}, {}};
+  }
 };
 
 // An f16 scale and an f16 minimum: Q4_1, Q5_1.
 template <class Q>
-struct ScaledWithMinimum {
+struct ScaledWithMinimum : Header<0> {
   using Quants = Q;
-  static constexpr int OFFSET = 0, SCALES = 1, MINIMA = 1, BLOCKS = 1;
-  static constexpr int HEADER = 0, FACTORS = 64;
-  static Factors factors(const uint8_t*, const uint8_t* block) {
+  static constexpr int OFFSET = 0, SCALES = 1, MINIMA = 1, BLOCKS = 1, FACTORS = 64;
+  static Factors factors(const uint8_t*, const uint8_t* block, int64_t) {
     return {{load_f16(block)}, {load_f16(block + 32)}};
   }
 };
 
-// Bytes for scale and minimum, f16 factors of both in the header: Q4_K, Q5_K.
+// In the header f16 factors for scales and minima, and both in six bits: Q4_K, Q5_K.
 template <class Q>
-struct KScaled {
+struct KScaled : SixBitHeader<64> {
   using Quants = Q;
-  static constexpr int OFFSET = 0, SCALES = 1, MINIMA = 1, BLOCKS = 8;
-  static constexpr int HEADER = 64, FACTORS = 32;
-  static Factors factors(const uint8_t* header, const uint8_t* block) {
-    const f32x16 minimum = load_f16(header + 32) * to_float(load_u8(block + 16));
-    return {{load_f16(header) * to_float(load_u8(block))}, {broadcast(0.0f) - minimum}};
+  static constexpr int OFFSET = 0, SCALES = 1, MINIMA = 1, BLOCKS = 8, FACTORS = 0;
+  static Factors factors(const uint8_t* header, const uint8_t*, int64_t b) {
+    const uint8_t* both = header + 64 + b % BLOCKS * BYTES;
+    const f32x16 minimum = load_f16(header + 32) * to_float(load_u8(both + 16));
+    return {{load_f16(header) * to_float(load_u8(both))}, {broadcast(0.0f) - minimum}};
   }
 };
 
 // Nibbles for scale and minimum of each half, f16 factors of both in the header: Q2_K.
 template <class Q>
-struct KHalvesScaled {
+struct KHalvesScaled : Header<64> {
   using Quants = Q;
-  static constexpr int OFFSET = 0, SCALES = 2, MINIMA = 2, BLOCKS = 8;
-  static constexpr int HEADER = 64, FACTORS = 32;
-  static Factors factors(const uint8_t* header, const uint8_t* block) {
+  static constexpr int OFFSET = 0, SCALES = 2, MINIMA = 2, BLOCKS = 8, FACTORS = 32;
+  static Factors factors(const uint8_t* header, const uint8_t* block, int64_t) {
     const f32x16 scale = load_f16(header), minimum = broadcast(0.0f) - load_f16(header + 32);
     Factors result;
     for (int h = 0; h < 2; h++) {
@@ -138,24 +163,36 @@ struct KHalvesScaled {
 
 // A signed byte for the scale, its f16 factor in the header: IQ4_XS.
 template <class Q, int O>
-struct SignedScaled {
+struct SignedScaled : Header<32> {
   using Quants = Q;
-  static constexpr int OFFSET = O, SCALES = 1, MINIMA = 0, BLOCKS = 8;
-  static constexpr int HEADER = 32, FACTORS = 16;
-  static Factors factors(const uint8_t* header, const uint8_t* block) {
+  static constexpr int OFFSET = O, SCALES = 1, MINIMA = 0, BLOCKS = 8, FACTORS = 16;
+  static Factors factors(const uint8_t* header, const uint8_t* block, int64_t) {
     return {{load_f16(header) * to_float(load_i8(block))}, {}};
   }
 };
 
-// Signed bytes for the scales of both halves, their f16 factor in the header: Q3_K, Q6_K.
+// Signed bytes for the scales of both halves, their f16 factor in the header: Q6_K.
 template <class Q, int O>
-struct SignedHalvesScaled {
+struct SignedHalvesScaled : Header<32> {
   using Quants = Q;
-  static constexpr int OFFSET = O, SCALES = 2, MINIMA = 0, BLOCKS = 8;
-  static constexpr int HEADER = 32, FACTORS = 32;
-  static Factors factors(const uint8_t* header, const uint8_t* block) {
+  static constexpr int OFFSET = O, SCALES = 2, MINIMA = 0, BLOCKS = 8, FACTORS = 32;
+  static Factors factors(const uint8_t* header, const uint8_t* block, int64_t) {
     const f32x16 factor = load_f16(header);
     return {{factor * to_float(load_i8(block)), factor * to_float(load_i8(block + 16))}, {}};
+  }
+};
+
+// In the header an f16 factor for the scales of halves, and these in six bits with 32 added: Q3_K.
+template <class Q, int O>
+struct SixBitHalvesScaled : SixBitHeader<32> {
+  using Quants = Q;
+  static constexpr int OFFSET = O, SCALES = 2, MINIMA = 0, BLOCKS = 8, FACTORS = 0;
+  static Factors factors(const uint8_t* header, const uint8_t*, int64_t b) {
+    const uint8_t* both = header + 32 + b % BLOCKS * BYTES;
+    const f32x16 factor = load_f16(header), offset = broadcast(32.0f);
+    return {{factor * (to_float(load_u8(both)) - offset),
+             factor * (to_float(load_u8(both + 16)) - offset)},
+            {}};
   }
 };
 

@@ -17,7 +17,7 @@ struct IntegerProducts {
     const Block* rows[T];
     for (int t = 0; t < T; t++) rows[t] = input.blocks<BYTES>(input.within(t0 + t));
     for_blocks<Format>(group, cols, [&](const uint8_t* header, const uint8_t* block, int64_t b) {
-      const Factors factors = Format::factors(header, block);
+      const Factors factors = Format::factors(header, block, b);
       for (int h = 0; h < Format::SCALES; h++) {
         i32x16 sums[T];
         add_half<T>(block + Format::FACTORS, h, rows, b, sums);

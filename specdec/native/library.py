@@ -32,6 +32,8 @@ CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 ACTIVATION_BYTES = {"f32": 0, "int8": 1, "int16": 2}
 """What an activation is rounded to in products with quantised weights; 0 = not at all."""
+KEPT_SCRATCH = 1 << 20
+"""Floats of scratch memory that are kept although a pass needs far fewer."""
 N_BEST = 64
 """Logits of a row that are given in order, too; the number is that of layer.h."""
 Rounding = Literal["f32", "int8", "int16"]
@@ -287,7 +289,7 @@ class Library:
     def _run(self, function: Callable[..., None], one: Pass) -> None:
         needed = self._lib.specdec_scratch(ctypes.byref(one))
         scratch: Tensor | None = getattr(self._scratch, "kept", None)
-        if scratch is None or needed > scratch.numel():
+        if scratch is None or not needed <= scratch.numel() <= max(16 * needed, KEPT_SCRATCH):
             scratch = self._scratch.kept = torch.empty(needed)
         one.scratch = scratch.data_ptr()
         function(ctypes.byref(one))

@@ -23,7 +23,7 @@ struct Row {
     const uint8_t* group = start(group_bytes<Format>(matrix.cols));
     for_blocks<Format>(group, matrix.cols, [&](const uint8_t* header, const uint8_t* block,
                                                int64_t b) {
-      const Factors factors = Format::factors(header, block);
+      const Factors factors = Format::factors(header, block, b);
       for (int quad = 0; quad < QUADS; quad++) {
         const u8x64 quants = Format::Quants::at(block + Format::FACTORS, quad);
         const int half = quad / (QUADS / 2);

@@ -18,7 +18,7 @@ struct FloatProducts {
       sums[t] = input.sums(input.within(t0 + t));
     }
     for_blocks<Format>(group, cols, [&](const uint8_t* header, const uint8_t* block, int64_t b) {
-      const Factors factors = Format::factors(header, block);
+      const Factors factors = Format::factors(header, block, b);
       for (int h = 0; h < Format::SCALES; h++) {
         f32x16 even[T], odd[T];
         for (int t = 0; t < T; t++) even[t] = odd[t] = broadcast(0.0f);

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     """The blocks of some rows, taken apart: N blocks of S sub-blocks of 32 columns."""
 
     header: tuple[Tensor, ...]
-    """Factors that the sub-blocks share, [N] float16 each."""
+    """What the sub-blocks share, [N] or [N, K] of their own type each."""
     factors: tuple[Tensor, ...]
     """Factors of every sub-block, [N, S] of their own type each."""
     quants: Tensor
@@ -124,7 +124,7 @@ def _pack_blocks(raw: Tensor, type_size: int, split: Splitter) -> Tensor:
     """Whole groups of rows of a block format, [rows, bytes] to [groups, bytes]."""
     parts = split(raw.reshape(-1, type_size))
     n_sub = parts.quants.shape[1]
-    header = [factor[:, None, None] for factor in parts.header]
+    header = [factor.view(len(factor), 1, -1) for factor in parts.header]
     blocks = [*(factor[:, :, None] for factor in parts.factors), parts.quants]
     n_header, n_block = (sum(map(_bytes_of, pieces)) for pieces in (header, blocks))
     n_groups = raw.shape[0] // GROUP
@@ -232,17 +232,27 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 def _q4_k(blocks: Tensor) -> Parts:
     values = quant.nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1, 2)
-    return Parts(_k_header(blocks), quant.k_integers(blocks), _nibbles(values))
+    return Parts(_k_header(blocks), (), _nibbles(values))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     low = quant.nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1, 2)
     values = low | (quant.bit_fields(blocks[:, 16:48], 1) << 4)
-    return Parts(_k_header(blocks), quant.k_integers(blocks), _five_bits(values))
+    return Parts(_k_header(blocks), (), _five_bits(values))
 
 
-def _k_header(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _half(blocks, 0), _half(blocks, 2)
+def _k_header(blocks: Tensor) -> tuple[Tensor, ...]:
+    scales_and_minima = torch.stack(quant.k_integers(blocks), -1)
+    return _half(blocks, 0), _half(blocks, 2), _six_bit_factors(scales_and_minima)
+
+
+def _six_bit_factors(values: Tensor) -> Tensor:
+    """Values [N, 8, 2] below 64, two for every sub-block, in twelve bytes [N, 12]."""
+    pairs = values.view(-1, 4, 4)  # four vectors of two sub-blocks each
+    low = (pairs[:, 0::2] & 15) | (pairs[:, 1::2] << 4)
+    places = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
+    high = ((pairs >> 4) << places).sum(1, dtype=torch.uint8)
+    return torch.cat((low.flatten(1), high), dim=1)
 
 
 def _q6_k(blocks: Tensor) -> Parts:
@@ -262,9 +272,8 @@ def _q2_k(blocks: Tensor) -> Parts:
 
 def _q3_k(blocks: Tensor) -> Parts:
     scales, values = quant.q3_k_integers(blocks)
-    scales = torch.unflatten(scales, 1, (8, 2))
-    factors = (scales[..., 0], scales[..., 1])
-    return Parts((_half(blocks, 108),), factors, _three_bits(values.view(-1, 8, 32)))
+    six = _six_bit_factors(torch.unflatten(scales + 32, 1, (8, 2)).view(torch.uint8))
+    return Parts((_half(blocks, 108), six), (), _three_bits(values.view(-1, 8, 32)))
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:

@@ -19,9 +19,14 @@ constexpr int MAX_TILE = LANES == 16 ? 8 : 4;  // rows whose sums fit the regist
 template <class Format, class Work>
 inline void for_blocks(const uint8_t* group, int64_t cols, const Work& work) {
   constexpr int bytes = Format::FACTORS + Format::Quants::bytes;
-  const uint8_t* header = group;
+  alignas(64) uint8_t memory[Format::MEMORY];
+  const uint8_t* header = nullptr;
   for (int64_t b = 0; b < cols / BLOCK; b++) {
-    if (b % Format::BLOCKS == 0) header = group, group += Format::HEADER;
+    if (Format::HEADER && b % Format::BLOCKS == 0) {
+      prefetch<2>(group + AHEAD, Format::HEADER);
+      prefetch<3>(group + SHORTLY, Format::HEADER);
+      header = Format::open(group, memory), group += Format::HEADER;
+    }
     prefetch<2>(group + AHEAD, bytes);
     prefetch<3>(group + SHORTLY, bytes);
     work(header, group, b);
@@ -110,7 +115,7 @@ void for_kind(int64_t kind, const Work& work) {
     case Q6_K: return work.template blocks<SignedHalvesScaled<SixBits, 32>>();
     case IQ4_NL: return work.template blocks<Scaled<Table, 128>>();
     case Q2_K: return work.template blocks<KHalvesScaled<TwoBits>>();
-    case Q3_K: return work.template blocks<SignedHalvesScaled<ThreeBits, 4>>();
+    case Q3_K: return work.template blocks<SixBitHalvesScaled<ThreeBits, 4>>();
     case IQ4_XS: return work.template blocks<SignedScaled<Table, 128>>();
   }
 }

@@ -20,7 +20,7 @@ from specdec.models.layers import LayerSpec, RopeSpec, RotaryEmbedding
 from specdec.models.rows import Rows
 from specdec.native.calls import layer_calls
 from specdec.native.layer import LayerStack
-from specdec.native.library import N_BEST, load_library
+from specdec.native.library import KEPT_SCRATCH, N_BEST, load_library
 from specdec.native.packing import pack
 from specdec.sampling.head import Best
 
@@ -158,6 +158,17 @@ def test_tables_live_as_long_as_what_points_to_them() -> None:
     layer_calls([layer], cache, 0, 4, [rotary.tables(4, CPU)])
     rotary.tables(5000, CPU)
     assert cos() is not None
+
+
+def test_memory_of_a_long_pass_is_not_kept_for_short_ones() -> None:
+    layers = [build(PLAIN)[1]]
+    rotary, library = [RotaryEmbedding(PLAIN.rope).tables(5000, CPU)], load_library()
+    cache = KVCache([PLAIN.cache_shape], 5000, device=CPU)
+    kept = []
+    for n in (1, 5000, 4000, 1, 2):
+        library.run_layers(layer_calls(layers, cache, 0, n, rotary), random_rows(PLAIN, n), 0)
+        kept.append(library._scratch.kept.numel())
+    assert kept[1] == kept[2] > KEPT_SCRATCH > max(kept[3:])
 
 
 def test_calls_follow_the_buffers() -> None:

@@ -18,7 +18,7 @@ PLAIN = ("F32", "F16", "BF16", "IQ3_S")
 """Formats whose weights are kept as plain numbers; their activations stay as they are."""
 LARGEST = {"int8": 127, "int16": 127 * 128}
 """The largest number that an activation is rounded to."""
-GROWTH = {"Q4_K": 4, "Q5_K": 4, "Q3_K": 4, "IQ4_XS": 2}
+GROWTH = {"IQ4_XS": 2}
 """Bytes by which packing makes a block larger: scales of six bits get eight."""
 N_COLS = 512
 
