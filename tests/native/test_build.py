@@ -138,6 +138,7 @@ def test_a_compiler_with_arguments(unbuilt: Path, monkeypatch: pytest.MonkeyPatc
     script.write_text('#!/bin/sh\necho "$1" "$3" >&2\nexit 1\n')
     script.chmod(0o755)
     monkeypatch.setenv("CXX", f"{script} first")
+    monkeypatch.delenv("CXXFLAGS", raising=False)
     with pytest.raises(UnsupportedError, match=r"wrapper failed: first -std=c\+\+17"):
         build.shared_library()
 
@@ -199,10 +200,13 @@ def test_a_build_that_is_broken_off(slow: Path, wait: str) -> None:
 
 def test_no_interrupt_is_lost() -> None:
     """Also one that comes as the last compiler ends."""
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), build._noted_interrupts():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), build._noted_interrupts():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start_interruptible(wait: str) -> subprocess.Popen[str]:
