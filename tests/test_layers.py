@@ -18,6 +18,7 @@ LAYERS = {
     "registry": 0,
     "sampler_names": 0,
     "data": 0,
+    "memory": 0,
     "ggml_types": 1,
     "gguf_header": 1,
     "gguf_file": 1,

@@ -118,7 +118,7 @@ def test_a_check_that_finds_nothing(target: Path, liar: Path, capsys: Capture) -
     )
 
 
-def accept_everything(self: Verifier, draft: Draft, logits: Any) -> list[int]:
+def accept_everything(self: Verifier, draft: Draft, logits: Any, _: object) -> list[int]:
     """A verifier that believes the draft."""
     return [*draft.tokens, int(logits[len(draft.tokens)].argmax())]
 
