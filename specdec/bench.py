@@ -354,6 +354,7 @@ def pooled(runs: Sequence[Statistics]) -> Statistics:
         total.target_seconds += run.target_seconds
         total.verify_seconds += run.verify_seconds
         total.observe_seconds += run.observe_seconds
+        total.chose_lengths |= run.chose_lengths
         for name, one in run.drafters.items():
             _add(total.drafters.setdefault(name, DrafterStatistics()), one)
     return total

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from specdec.chat import ChatTemplate, Message, choose_template, find_template
 from specdec.drafters.base import FirstOf
@@ -37,6 +37,9 @@ from specdec.stats import Statistics
 from specdec.stops import StopFilter
 from specdec.tokenizer import Tokenizer
 from specdec.verify import Verifier, synthetic_rates
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +92,7 @@ class Engine:
         chat_template: ChatTemplate | None,
         drafter: FirstOf,
         n_ctx: int,
+        cache_types: tuple[torch.dtype, torch.dtype],
     ) -> None:
         self.options = options
         self.target = target
@@ -96,11 +100,7 @@ class Engine:
         self.chat_template = chat_template
         self.drafter = drafter
         self.n_ctx = n_ctx
-        default = "f16" if target.is_row_invariant else "f32"  # torch converts whole caches
-        self._dtypes = (
-            cache_dtype(options.model.cache_type_k, "--cache-type-k", default),
-            cache_dtype(options.model.cache_type_v, "--cache-type-v", default),
-        )
+        self.cache_types = cache_types
 
     @classmethod
     def load(cls, options: Options, progress: Callable[[int, int], None] | None = None) -> Self:
@@ -130,12 +130,13 @@ class Engine:
                 check_tensors=options.model.check_tensors,
             )
             n_ctx = _context_length(options, target)
+            cache_types = _cache_types(options, target)
             drafter = build_drafters(
-                types, _draft_context(options, target, file, draft_file, n_ctx)
+                types, _draft_context(options, target, file, draft_file, n_ctx, cache_types)
             )
         if options.model.warmup:
             warm_up(target)
-        return cls(options, target, tokenizer, template, drafter, n_ctx)
+        return cls(options, target, tokenizer, template, drafter, n_ctx, cache_types)
 
     def __enter__(self) -> Self:
         return self
@@ -156,10 +157,18 @@ class Engine:
             if draft_file is not None:
                 stack.enter_context(draft_file)
             types = choose_types(spec, file, draft_file)
-            context = _draft_context(options, self.target, file, draft_file, self.n_ctx)
+            context = _draft_context(
+                options, self.target, file, draft_file, self.n_ctx, self.cache_types
+            )
             drafter = build_drafters(types, context)
         return type(self)(
-            options, self.target, self.tokenizer, self.chat_template, drafter, self.n_ctx
+            options,
+            self.target,
+            self.tokenizer,
+            self.chat_template,
+            drafter,
+            self.n_ctx,
+            self.cache_types,
         )
 
     def session(self, *, speculate: bool = True) -> Session:
@@ -168,7 +177,8 @@ class Engine:
 
     def new_cache(self) -> KVCache:
         """An empty cache for the target, of the types that the options name."""
-        return self.target.new_cache(self.n_ctx, dtype_k=self._dtypes[0], dtype_v=self._dtypes[1])
+        types = self.cache_types
+        return self.target.new_cache(self.n_ctx, dtype_k=types[0], dtype_v=types[1])
 
     def stream(self, prompt: str | Sequence[Message], **overrides: Any) -> Iterator[Chunk]:
         """The pieces of the reply to one prompt, in a session of its own."""
@@ -340,8 +350,22 @@ def _context_length(options: Options, target: Target) -> int:
     return asked or n_train or DEFAULT_CONTEXT
 
 
+def _cache_types(options: Options, target: Target) -> tuple[torch.dtype, torch.dtype]:
+    """Of the target's keys and values."""
+    default = "f16" if target.is_row_invariant else "f32"  # torch converts whole caches
+    return (
+        cache_dtype(options.model.cache_type_k, "--cache-type-k", default),
+        cache_dtype(options.model.cache_type_v, "--cache-type-v", default),
+    )
+
+
 def _draft_context(
-    options: Options, target: Target, file: GGUFFile, draft_file: GGUFFile | None, n_ctx: int
+    options: Options,
+    target: Target,
+    file: GGUFFile,
+    draft_file: GGUFFile | None,
+    n_ctx: int,
+    cache_types: tuple[torch.dtype, torch.dtype],
 ) -> DraftContext:
     draft = options.spec.draft
     return DraftContext(
@@ -350,6 +374,7 @@ def _draft_context(
         target_file=file,
         draft_file=draft_file,
         n_ctx=n_ctx,
+        cache_types=cache_types,
         dtype_k=cache_dtype(draft.cache_type_k, "--spec-draft-type-k"),
         dtype_v=cache_dtype(draft.cache_type_v, "--spec-draft-type-v"),
         device=pick_device(options.model, draft),

@@ -100,10 +100,11 @@ def _late_collapse(per_position: Sequence[float]) -> str | None:
 def explain(engine: Engine, statistics: Statistics, *, used_template: bool) -> str | None:
     """`likely_cause` for a finished reply, or for the sum of several; None if nothing is low.
 
-    A run whose drafters made no draft says so: it was a plain run.
+    A run whose drafters made no draft says so: it was a plain run. Not so if it was chosen to be.
     """
     drafter = engine.drafter
-    if drafter.drafters and statistics.rounds and not statistics.drafted:
+    is_silent = statistics.rounds and not statistics.drafted and not statistics.chose_lengths
+    if drafter.drafters and is_silent:
         why = " (the draft length is 0)" if drafter.n_max == 0 else ""
         return f"{drafter.name}: no drafts were made{why}"
     for name, one in statistics.drafters.items():

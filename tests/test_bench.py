@@ -318,6 +318,13 @@ def test_a_run_without_drafts_says_so(folder: Path) -> None:
     assert cause == "draft-simple: no drafts were made"
 
 
+def test_a_run_that_chose_to_make_no_drafts_is_not_blamed(folder: Path) -> None:
+    engine = Engine.load(options(folder))
+    silent = Statistics(rounds=40, emitted=40, chose_lengths=True)
+    assert explain(engine, silent, used_template=False) is None
+    assert explain(engine, pooled([silent, Statistics()]), used_template=False) is None
+
+
 def test_ngrams_are_not_blamed(folder: Path) -> None:
     engine = Engine.load(options(folder))
     statistics = sum_of(*[round_of(3, 0, "ngram-simple")] * 40)

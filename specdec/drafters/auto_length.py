@@ -4,69 +4,41 @@ With T(k) the seconds of a round that drafts k tokens and p_i the chance that to
 if the tokens before it are, a round emits ``E(k) = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_k`` tokens
 on average; k = 0 is plain decoding. The length that maximises E(k) / T(k) is drafted.
 
-T(k) starts from what was measured and follows the rounds' own times. The length never depends on
-the draft that it is chosen for, so verification stays exact.
+Where that is 0 drafts are tried all the same, as far as an allowance reaches: a token's time at
+first, and `SHARE` of the time since. What the accepted tokens of a trial save is given back to it.
+
+T(k) starts from what was measured and follows the rounds' own times. The length depends on the past
+alone, never on the draft that it is chosen for, so verification stays exact.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from specdec.drafters.base import Draft, Drafter, Saves
+from specdec.drafters.experience import Experience
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.drafters.costs import Costs, LiveCosts
+    from specdec.drafters.costs import LiveCosts
     from specdec.options import SamplingOptions
 
-PRIOR = 0.6
-"""Chance of acceptance before anything is known."""
-WEIGHT = 4.0
-"""How many observations the chance of the position before, or `PRIOR`, counts for."""
-MEMORY = 0.99
-"""What a round's observations count for one round later."""
-MARGIN = 1.02
+MARGIN = 1.03
 """How much faster than plain decoding drafts must be expected to be."""
-FIRST_PAUSE, LONGEST_PAUSE = 32, 256
-"""Rounds without drafts until some are tried again; twice as many after each vain trial."""
-TRIAL = 4
-"""Rounds of a trial."""
-PLAIN_EVERY = 64
-"""Rounds with drafts until one goes without, to see what that takes."""
-MOST_UNSEEN = 256
+SETTLED = 8
+"""Rounds of a reply before anything is tried: how it begins says little about the rest."""
+PLAIN_EVERY, PLAIN = 96, range(4, 7)
+"""Of so many rounds with drafts, those that go without, to see what that takes."""
+MOST_UNSEEN = 512
 """Tokens that are kept for a resting drafter."""
 
 
-class Acceptance:
-    """How often each position is accepted if those before it are, in the recent past."""
-
-    def __init__(self, n_max: int) -> None:
-        self._tried = [0.0] * n_max
-        self._accepted = [0.0] * n_max
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Counts one draft. Positions behind the first rejected one tell nothing."""
-        for position in range(len(self._tried)):
-            self._tried[position] *= MEMORY
-            self._accepted[position] *= MEMORY
-            self._tried[position] += position < min(drafted, accepted + 1)
-            self._accepted[position] += position < accepted
-
-    def chances(self) -> list[float]:
-        """p_1, p_2, ...; a position that is seldom reached is taken to be like the one before."""
-        chances, before = [], PRIOR
-        for tried, accepted in zip(self._tried, self._accepted, strict=True):
-            before = (accepted + WEIGHT * before) / (tried + WEIGHT)
-            chances.append(before)
-        return chances
-
-
-def best_length(costs: Costs | LiveCosts, chances: list[float], shortest: int = 0) -> int:
+def best_length(costs: LiveCosts, chances: list[float], shortest: int = 0) -> int:
     """The length, at least ``shortest``, with the most tokens per second."""
     best, best_speed = shortest, 0.0
     expected = reached = 1.0
@@ -106,28 +78,40 @@ class Unseen:
         return tokens, hidden
 
 
+class Plan(NamedTuple):
+    """What to draft until the next draft changes what is known."""
+
+    best: int
+    """The length with the most tokens per second."""
+    trial: int
+    """If that is 0: the length that is tried now and then; 0 if no draft could ever pay."""
+    price: float
+    """What a vain trial costs, in rounds without a draft."""
+
+
 class AutoLength:
     """A drafter whose drafts are as long as is worth their time.
 
     While they are not, it rests: what it should see is kept, and shown at once when it is needed.
     """
 
-    def __init__(self, inner: Drafter, costs: LiveCosts) -> None:
-        """``costs`` are shared by all sessions."""
-        self.inner, self.costs = inner, costs
+    def __init__(self, inner: Drafter, experience: Experience) -> None:
+        """``experience`` is shared by all sessions."""
+        self.inner, self.experience = inner, experience
         self.name, self.taps, self.n_max = inner.name, inner.taps, inner.n_max
+        self._awake = 0
         self._start(0)
 
     def _start(self, n_shown: int) -> None:
-        self._acceptance = Acceptance(self.n_max)
         self._n_shown, self._unseen = n_shown, Unseen()
-        self._drafted = 0
-        self._round: tuple[int, float] | None = None
-        self._is_resting, self._rest, self._pause = False, 0, FIRST_PAUSE
-        self._trial = self._awake = 0
+        self._plan: Plan | None = None
+        self._length = self._drafted = self._n_rounds = 0
+        self._price: float | None = None
+        self._started: float | None = None
+        self._is_resting = self._is_same = False
 
     def __copy__(self) -> Self:
-        return type(self)(copy.copy(self.inner), self.costs)
+        return type(self)(copy.copy(self.inner), self.experience)
 
     def begin(self, sampling: SamplingOptions, kept: int = 0) -> int:
         """See `Drafter.begin`."""
@@ -135,6 +119,7 @@ class AutoLength:
             self._show()
         kept = self.inner.begin(sampling, kept)
         self._start(kept)
+        self.experience.acceptance.fade()
         return kept
 
     def observe(self, tokens: Tensor, hidden: Tensor | None) -> None:
@@ -142,56 +127,75 @@ class AutoLength:
         self._unseen.add(tokens, hidden)
         if not self._is_resting or self._unseen.n_tokens >= MOST_UNSEEN:
             self._show()
-        if self._round is not None:
-            length, started = self._round
-            self._round = None
-            if length or len(tokens) == 1:  # otherwise another drafter's draft was verified
-                self.costs.note(length, time.perf_counter() - started)
+        if self._started is not None:
+            self._end_round(len(tokens), time.perf_counter() - self._started)
 
     def draft(self, last_token: int, room: int) -> Draft:
         """See `Drafter.draft`; `end` is `auto` where the choice of the length ended it."""
-        length = self._choose()
-        if not length:
-            self._round = (0, time.perf_counter())
+        before = self._length
+        self._length, self._drafted = self._choose(), 0
+        self._is_same = (before > 0) == (self._length > 0)
+        self._is_resting = not self._length
+        self._started = time.perf_counter()
+        if not self._length:
             return Draft(end="auto")
         self._show()
-        started = time.perf_counter()
-        draft = self.inner.draft(last_token, min(room, length))
+        draft = self.inner.draft(last_token, min(room, self._length))
         self._drafted = len(draft.tokens)
-        self._round = (length, started) if self._drafted == length else None
-        if draft.end == "room" and length <= room:
+        if draft.end == "room" and self._length <= room:
             draft.end = "auto"
         return draft
 
     def accept(self, accepted: int) -> None:
         """See `Drafter.accept`."""
         self.inner.accept(accepted)
-        self._acceptance.add(self._drafted, accepted)
+        self.experience.acceptance.add(self._drafted, accepted)
 
     def save(self) -> None:
         """See `Saves.save`."""
+        self.experience.save()
         if isinstance(self.inner, Saves):
             self.inner.save()
 
     def _choose(self) -> int:
         """A draft's length. Now and then what seems worse is tried: it may have changed."""
-        if self._rest:
-            self._rest -= 1
-            return 0
-        chances = self._acceptance.chances()
-        length = best_length(self.costs, chances)
-        if length or not self.n_max:
-            self._is_resting, self._pause, self._trial = False, FIRST_PAUSE, 0
+        plan = self._plan = self._plan or self._make_plan()
+        self._price = None
+        self._n_rounds += 1
+        if plan.best:
             self._awake += 1
-            return 0 if self._awake % PLAIN_EVERY == 0 else length
-        if self._is_resting and best_length(self.costs, [1.0] * self.n_max):
-            self._is_resting, self._trial = False, TRIAL
-        if self._trial:
-            self._trial -= 1
-            return best_length(self.costs, chances, shortest=1)
-        self._is_resting, self._rest = True, self._pause - 1
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        return 0
+            return 0 if self._awake % PLAIN_EVERY in PLAIN else plan.best
+        if not plan.trial or self._n_rounds <= SETTLED:
+            return 0
+        price = plan.price + self.experience.costs.catch_up(self._unseen.n_tokens)
+        if not self.experience.affords(price):
+            return 0
+        self._price = price
+        return plan.trial
+
+    def _make_plan(self) -> Plan:
+        costs, chances = self.experience.costs, self.experience.acceptance.chances()
+        best = best_length(costs, chances)
+        if best or not best_length(costs, [1.0] * self.n_max):
+            return Plan(best, 0, 0.0)
+        trial = best_length(costs, chances, shortest=1)
+        return Plan(0, trial, costs.round(trial) / costs.round(0) - 1)
+
+    def _end_round(self, n_tokens: int, seconds: float) -> None:
+        """Learns from a round what it took and, if it was a trial, what that was worth."""
+        self._started = None
+        costs, length = self.experience.costs, self._length
+        self.experience.earn(n_tokens)
+        if self._price is not None:
+            # The first draft after a rest finds cold caches.
+            price = min(max(costs.in_plain_rounds(seconds) - 1, self._price), 2 * self._price)
+            self.experience.pay(price - (n_tokens - 1 if self._drafted else 0))
+        # The first round of its kind is no measure. Nor is one whose draft was cut by the room or
+        # p_min, or one that verified another drafter's draft.
+        if self._is_same and self._drafted == length and (length or n_tokens == 1):
+            costs.note(length, seconds)
+        if length:
+            self._plan = None
 
     def _show(self) -> None:
         """Shows the drafter what it has not seen; also between requests."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
+import itertools
 import logging
-import tempfile
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.drafters.kept import read_numbers, write_json
 from specdec.native.build import cache_folder, processor
 from specdec.options import SamplingOptions
 from specdec.sampling.chain import best_tokens
@@ -27,13 +28,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PACE_RATE, SURCHARGE_RATE = 0.1, 0.02
+PACE_RATE, SURCHARGE_RATE = 0.3, 0.1
 """How fast `LiveCosts` follow: shares, on a logarithmic scale, of what was not expected."""
+FRESH = 8
+"""Rounds with drafts that are compared with the rounds without one before them."""
+LARGEST_SURCHARGE = 4.0
+"""Of drafts, against what was measured; also the largest discount."""
 BUDGET = 1.0
 """Seconds after which no further repetition begins."""
 DEPTH = 128
 """Tokens in the caches while it is measured."""
-REPETITIONS = 8
+REPETITIONS, SERIES = 8, 4
+"""How often each length is measured, and how many rounds in a row: caches get used to them."""
+GREEDY = SamplingOptions(temp=0.0)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Draft lengths that are measured; what lies between is interpolated."""
 
@@ -48,6 +55,8 @@ class Costs:
     """The target's pass over k + 1 rows."""
     observe: float
     """Showing a token to the drafter."""
+    catch_up: float
+    """The same for each of many tokens that are shown at once."""
 
     def round(self, length: int) -> float:
         """A whole round with a draft of ``length`` tokens; without one the drafter rests."""
@@ -55,46 +64,77 @@ class Costs:
 
 
 class LiveCosts:
-    """Costs that follow what rounds take now: another program may have begun or ended.
+    """Costs that follow what rounds take now: measured ones, times a surcharge for drafts.
 
-    A round's time is ``measured * pace``, and times ``surcharge`` if it has a draft. What slows
-    the machine down slows every round, so the pace follows all of them fast, the surcharge slowly.
+    Whatever slows the machine down slows all rounds, so a round with a draft is compared with
+    rounds without one that were timed just before. Lengths depend on the ratio alone.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.measured = costs
-        self._pace = self._surcharge = 1.0
+        self.surcharge = 1.0
+        self._pace: float | None = None
+        self._n_since = 0
 
     def round(self, length: int) -> float:
         """Seconds of a round with a draft of ``length`` tokens."""
-        seconds = self.measured.round(length) * self._pace
-        return seconds * self._surcharge if length else seconds
+        return self.measured.round(length) * (self.surcharge if length else 1.0)
+
+    def catch_up(self, n_tokens: int) -> float:
+        """What showing ``n_tokens`` at once costs, in rounds without a draft."""
+        return n_tokens * self.measured.catch_up / self.measured.round(0)
+
+    def in_plain_rounds(self, seconds: float) -> float:
+        """How many rounds without a draft would have taken that long just now."""
+        return seconds / (self.measured.round(0) * (self._pace or 1.0))
 
     def note(self, length: int, seconds: float) -> None:
         """Takes a round's time into account; a single slow one counts for little."""
-        surprise = min(max(seconds / self.round(length), 0.5), 2.0)
-        self._pace *= surprise**PACE_RATE
-        if length:  # large surprises are the machine's
-            self._surcharge *= min(max(surprise, 0.8), 1.25) ** SURCHARGE_RATE
+        pace = seconds / self.round(length)
+        if not length:
+            known = self._pace if self._pace is not None and self._n_since < FRESH else pace
+            self._pace = known * _within(pace / known, 2.0) ** PACE_RATE
+            self._n_since = 0
+        elif self._pace is not None and self._n_since < FRESH:
+            self._n_since += 1
+            surprise = _within(pace / self._pace, 2.0) ** SURCHARGE_RATE
+            self.surcharge = _within(self.surcharge * surprise, LARGEST_SURCHARGE)
 
 
-def load_or_measure(
+def _within(factor: float, largest: float) -> float:
+    return min(max(factor, 1 / largest), largest)
+
+
+def costs_path(
     target: Target,
     drafter: Drafter,
-    n_ctx: int,
     files: Sequence[GGUFFile | None],
     settings: tuple[object, ...],
-) -> Costs:
-    """The costs of a pair, from the user's cache if this machine has measured it before.
+) -> Path:
+    """Where the costs of a pair are kept: a name for everything that they depend on.
 
     ``settings`` is everything that was chosen and changes what a round costs.
     """
-    path = cache_folder() / f"costs-{_fingerprint(target, drafter, files, settings)}.json"
+    found = [_identity(file) for file in files if file is not None]
+    run = (drafter.name, drafter.n_max, str(target.device), torch.get_num_threads(), *settings)
+    backends = type(target.layers[0]).__name__, torch.__version__, __version__, processor()
+    name = hashlib.sha256(repr((found, run, backends)).encode()).hexdigest()[:20]
+    return cache_folder() / f"costs-{name}.json"
+
+
+def load_or_measure(
+    path: Path,
+    target: Target,
+    drafter: Drafter,
+    n_ctx: int,
+    cache_types: tuple[torch.dtype, torch.dtype],
+) -> Costs:
+    """The costs of a pair, from ``path`` if this machine has measured it before."""
     costs = _read(path, drafter.n_max)
     if costs is None:
-        costs = measure(target, drafter, n_ctx)
+        costs = measure(target, drafter, n_ctx, cache_types)
         try:
-            _write(path, costs)
+            write_json(path, asdict(costs))
         except OSError as error:
             log.debug("draft costs: cannot write %s: %s", path, error.strerror or error)
     log.debug(
@@ -108,43 +148,83 @@ def load_or_measure(
 
 
 @torch.inference_mode()
-def measure(target: Target, drafter: Drafter, n_ctx: int) -> Costs:
-    """Times drafts and passes of several lengths; the best of a few repetitions each."""
+def measure(
+    target: Target, drafter: Drafter, n_ctx: int, cache_types: tuple[torch.dtype, torch.dtype]
+) -> Costs:
+    """Times rounds with drafts of several lengths; the best of a few repetitions each.
+
+    ``cache_types``: of the target's keys and values.
+    """
+    rounds = _Rounds(copy.copy(drafter), target, n_ctx, cache_types)
     n_max = drafter.n_max
     lengths = sorted({0, *(k for k in LENGTHS if k < n_max), n_max})
-    drafter = copy.copy(drafter)
-    drafter.begin(SamplingOptions(temp=0.0))
-    depth = max(1, min(DEPTH, n_ctx - n_max - 2))
-    tokens = torch.arange(depth + n_max + 1, device=target.device) % target.config.n_vocab
-    cache = target.new_cache(n_ctx)
-    hidden = target(tokens[:depth], cache, taps=drafter.taps, logit_rows=0).hidden
-    drafter.observe(tokens[:depth], hidden)
-    cache.checkpoint()
-
-    def verify(length: int) -> None:
-        best_tokens(target(tokens[: length + 1], cache, taps=drafter.taps).logits)
-
-    drafts: dict[int, float] = dict.fromkeys(lengths, float("inf"))
-    passes, drafts[0] = dict(drafts), 0.0
+    best = dict.fromkeys(lengths, (math.inf,) * 3)
     started = time.perf_counter()
-    for repetition in range(REPETITIONS):
-        for length in lengths:
-            if repetition and time.perf_counter() - started > BUDGET:
+    for length in lengths * REPETITIONS:
+        for _ in range(SERIES):
+            if best[length][0] < math.inf and time.perf_counter() - started > BUDGET:
                 break
-            passes[length] = min(passes[length], _time(verify, length))
-            cache.truncate(depth)
-            if length:
-                drafts[length] = min(drafts[length], _time(lambda k: drafter.draft(1, k), length))
-                drafter.accept(0)
-    shown = None if hidden is None else hidden[:1]
-    observe = _time(lambda n: drafter.observe(tokens[:n], shown), 1)
-    return Costs(_interpolate(drafts, n_max), _interpolate(passes, n_max), observe)
+            draft, verify, observe = map(min, best[length], rounds.run(length))
+            best[length] = draft, verify, observe
+    drafts, passes, observes = ({k: best[k][i] for k in lengths} for i in range(3))
+    return Costs(
+        _interpolate({**drafts, 0: 0.0}, n_max),
+        _interpolate(passes, n_max),
+        min(observes.values()),
+        rounds.catch_up(),
+    )
 
 
-def _time(run: Callable[[int], object], length: int) -> float:
-    started = time.perf_counter()
-    run(length)
-    return time.perf_counter() - started
+class _Rounds:
+    """Rounds at one place of a text, timed."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        n_ctx: int,
+        cache_types: tuple[torch.dtype, torch.dtype],
+    ) -> None:
+        self._drafter, self._target = drafter, target
+        self._depth = depth = max(1, min(DEPTH, n_ctx - drafter.n_max - 2))
+        self._tokens = torch.arange(depth + drafter.n_max + 1, device=target.device)
+        self._tokens %= target.config.n_vocab
+        self._cache = target.new_cache(n_ctx, dtype_k=cache_types[0], dtype_v=cache_types[1])
+        text = self._tokens[:depth]
+        self._hidden = target(text, self._cache, taps=drafter.taps, logit_rows=0).hidden
+        self._cache.checkpoint()
+        self.catch_up()
+        self.run(1 if drafter.n_max else 0)  # first-time work is no cost of a round
+
+    def run(self, length: int) -> tuple[float, float, float]:
+        """Seconds of drafting, of the target's pass and of showing a token to the drafter."""
+        clock = [time.perf_counter()]
+        if length:
+            self._drafter.draft(1, length)
+        clock.append(time.perf_counter())
+        block = self._tokens[: length + 1]
+        best_tokens(self._target(block, self._cache, taps=self._drafter.taps).logits)
+        self._cache.truncate(self._depth)
+        clock.append(time.perf_counter())
+        if length:
+            self._drafter.accept(0)
+            self._show(1)
+        clock.append(time.perf_counter())
+        if length:
+            self._drafter.begin(GREEDY, self._depth)
+        draft, verify, observe = (b - a for a, b in itertools.pairwise(clock))
+        return draft, verify, observe if length else math.inf
+
+    def catch_up(self) -> float:
+        """Seconds per token of showing the drafter all tokens at once."""
+        self._drafter.begin(GREEDY)
+        started = time.perf_counter()
+        self._show(self._depth)
+        return (time.perf_counter() - started) / self._depth
+
+    def _show(self, n_tokens: int) -> None:
+        hidden = None if self._hidden is None else self._hidden[:n_tokens]
+        self._drafter.observe(self._tokens[:n_tokens], hidden)
 
 
 def _interpolate(measured: Mapping[int, float], n_max: int) -> tuple[float, ...]:
@@ -159,43 +239,18 @@ def _interpolate(measured: Mapping[int, float], n_max: int) -> tuple[float, ...]
     return tuple(values)
 
 
-def _fingerprint(
-    target: Target,
-    drafter: Drafter,
-    files: Sequence[GGUFFile | None],
-    settings: tuple[object, ...],
-) -> str:
-    """A hash of everything that the costs depend on."""
-    found = [_identity(file) for file in files if file is not None]
-    run = (drafter.name, drafter.n_max, str(target.device), torch.get_num_threads(), *settings)
-    backends = type(target.layers[0]).__name__, torch.__version__, __version__, processor()
-    return hashlib.sha256(repr((found, run, backends)).encode()).hexdigest()[:20]
-
-
 def _identity(file: GGUFFile) -> tuple[str, int, int]:
     path = file.path.resolve()
     status = path.stat()
     return str(path), status.st_size, status.st_mtime_ns
 
 
-def _write(path: Path, costs: Costs) -> None:
-    """Writes costs down at once: other runs see all of the file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        written.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-        written.replace(path)
-
-
 def _read(path: Path, n_max: int) -> Costs | None:
     """What was measured before; None if it is not there or makes no sense."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        costs = Costs(
-            tuple(map(float, values["draft"])),
-            tuple(map(float, values["verify"])),
-            float(values["observe"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+    rows = read_numbers(path)
+    expected = {"draft": n_max + 1, "verify": n_max + 1, "observe": 1, "catch_up": 1}
+    if rows is None or {name: len(row) for name, row in rows.items()} != expected:
         return None
-    return costs if len(costs.draft) == len(costs.verify) == n_max + 1 else None
+    if not min(rows["verify"]):
+        return None
+    return Costs(rows["draft"], rows["verify"], rows["observe"][0], rows["catch_up"][0])

@@ -53,6 +53,8 @@ class DraftContext:
     target_file: GGUFFile
     draft_file: GGUFFile | None
     n_ctx: int
+    cache_types: tuple[torch.dtype, torch.dtype]
+    """Of the target's keys and values."""
     dtype_k: torch.dtype
     dtype_v: torch.dtype
     device: torch.device
@@ -127,14 +129,18 @@ def build_drafters(types: tuple[str, ...], context: DraftContext) -> FirstOf:
 def _with_auto_length(drafter: Drafter, context: DraftContext) -> Drafter:
     """The drafter of a draft model with lengths that are worth their time; others as they are."""
     from specdec.drafters.auto_length import AutoLength
-    from specdec.drafters.costs import LiveCosts, load_or_measure
+    from specdec.drafters.costs import LiveCosts, costs_path, load_or_measure
+    from specdec.drafters.experience import Experience
 
     if not drafter.name.startswith("draft-"):
         return drafter
-    settings = (context.kernels, context.activations, context.dtype_k, context.dtype_v)
-    files = (context.target_file, context.draft_file)
-    costs = load_or_measure(context.target, drafter, context.n_ctx, files, settings)
-    return AutoLength(drafter, LiveCosts(costs))
+    target, cache_types = context.target, context.cache_types
+    own = (context.dtype_k, context.dtype_v)
+    settings = (context.kernels, context.activations, *own, *cache_types)
+    path = costs_path(target, drafter, (context.target_file, context.draft_file), settings)
+    costs = load_or_measure(path, target, drafter, context.n_ctx, cache_types)
+    learned = path.with_name(path.name.replace("costs", "learned"))
+    return AutoLength(drafter, Experience(LiveCosts(costs), drafter.n_max, learned))
 
 
 def _detect(file: GGUFFile) -> str:

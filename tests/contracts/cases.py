@@ -247,6 +247,7 @@ def build(case: Case, n_max: int = 4) -> FirstOf:
         target_file=target_file,
         draft_file=draft_file,
         n_ctx=N_CTX,
+        cache_types=(torch.float32, torch.float32),
         dtype_k=torch.float32,
         dtype_v=torch.float32,
         device=torch.device("cpu"),

@@ -80,6 +80,7 @@ def new_drafter(
         target_file=target_file,
         draft_file=draft_file,
         n_ctx=N_CTX,
+        cache_types=(torch.float32, torch.float32),
         dtype_k=torch.float32,
         dtype_v=torch.float32,
         device=torch.device("cpu"),

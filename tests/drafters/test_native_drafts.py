@@ -227,6 +227,7 @@ def test_caches_in_half_precision(mtp_files: dict[str, GGUFFile]) -> None:
             target_file=target_file,
             draft_file=None,
             n_ctx=N_CTX,
+            cache_types=(torch.float32, torch.float32),
             dtype_k=torch.float16,
             dtype_v=torch.float32,
             device=CPU,
