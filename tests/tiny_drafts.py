@@ -34,11 +34,12 @@ def write_dflash(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
     has_vocabulary: bool = True,
+    half: bool = False,
 ) -> Path:
     """A draft with ``head`` on ``backbone``; returns ``path``.
 
     ``window`` is that of the first layer; ``d2t`` makes a reduced vocabulary with its own output;
-    ``sizes`` are those of the backbone's layers.
+    ``sizes`` are those of the backbone's layers. With ``half`` matrices are in float16.
     ``metadata`` and ``tensors`` replace or add entries; None leaves one out.
     """
     parts = BACKBONES[backbone](n_embd, n_layer, len(target_layers), **(sizes or {}))
@@ -59,6 +60,10 @@ def write_dflash(
         weights["d2t"] = np.array(d2t, dtype=np.int64)
         output = np.random.default_rng(seed + 1).standard_normal((len(d2t), n_embd))
         weights["output.weight"] = (output / np.sqrt(n_embd)).astype(np.float32)
+    if half:
+        for name, weight in weights.items():
+            if name.endswith(".weight") and weight.ndim == 2:
+                weights[name] = weight.astype(np.float16)
     _write(
         path, parts.metadata | dict(metadata or {}), weights | dict(tensors or {}), has_vocabulary
     )

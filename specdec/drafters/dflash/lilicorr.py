@@ -19,8 +19,6 @@ trained block, so the block always has all its slots. Reference: llama.cpp's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,15 +50,14 @@ class LiliCorrHead(DraftHead):
         self.sizes = sizes
         self.block_size = config.block_size
         blocks = [_Block(sizes, config.rms_eps) for _ in range(sizes.n_layer)]
-        in_projections = [nn.Linear(sizes.width, 3 * sizes.width) for _ in blocks]
         features = _Features(sizes.width)
         # Files number the scorer's blocks behind the trunk's, but for one tensor from 0.
-        self.lilicorr = _parts(sizes, config, in_projections)
+        self.lilicorr = _parts(sizes, config)
         self.blk = nn.ModuleDict(
             {str(config.n_layer + i): module for i, module in enumerate((*blocks, features))}
         )
-        self._layers = list(zip(blocks, in_projections, strict=True))
-        self._describe = (features,)  # a tuple, so that it is no second submodule
+        self._blocks = tuple(blocks)  # tuples, so that they are no second submodules
+        self._describe = (features,)
 
     def block_len(self, n_draft: int) -> int:
         """See `DraftHead.block_len`; always the trained size."""
@@ -119,8 +116,9 @@ class LiliCorrHead(DraftHead):
         """The transformer over all nodes [..., S - 1, C, D'] of a block, normed."""
         x = nodes.flatten(-3, -2)
         bias = self.get_parameter("lilicorr.attention_bias.bias")
-        for block, in_projection in self._layers:
-            x = block(x, in_projection, bias)
+        for i, block in enumerate(self._blocks):
+            in_proj = self.lilicorr.get_submodule(f"layers.{i}.attn.in_proj")
+            x = block(x, in_proj, bias)
         return self.lilicorr["output_norm"](x).view_as(nodes)  # type: ignore[no-any-return]
 
     def _unit(self, x: Tensor) -> Tensor:
@@ -161,9 +159,7 @@ class _Features(nn.Module):
         return self.ffn_down(F.silu(self.ffn_up(self.ffn_norm(features))))  # type: ignore[no-any-return]
 
 
-def _parts(
-    sizes: LiliCorrSizes, config: DraftConfig, in_projections: Sequence[nn.Module]
-) -> nn.ModuleDict:
+def _parts(sizes: LiliCorrSizes, config: DraftConfig) -> nn.ModuleDict:
     """The modules whose names begin with ``lilicorr.``."""
     width, n_slots = sizes.width, config.block_size - 1
     n_nodes = n_slots * sizes.n_candidates
@@ -174,7 +170,8 @@ def _parts(
         "rank_embedding": WeightOnly(sizes.n_candidates, width),
         "attention_bias": nn.ParameterDict({"bias": torch.empty(sizes.n_head, n_nodes, n_nodes)}),
         "layers": nn.ModuleList(
-            nn.ModuleDict({"attn": nn.ModuleDict({"in_proj": module})}) for module in in_projections
+            nn.ModuleDict({"attn": nn.ModuleDict({"in_proj": nn.Linear(width, 3 * width)})})
+            for _ in range(sizes.n_layer)
         ),
         "output_norm": nn.RMSNorm(width, eps=config.rms_eps),
         "anchor_norm": nn.RMSNorm(width, eps=config.rms_eps),

@@ -62,7 +62,7 @@ def load(
     if not trainable and not scales:
         packed = pack_draft(trunk, vocabulary, head, file, kernels, activations, device)
         if packed is not None:
-            trunk, modules = packed, [vocabulary, head]
+            trunk, modules = packed, [packed, vocabulary, head]
             ignored = (*ignored, *file.tensors)
     load_modules(modules, file, ignored=ignored, transform=_Rescale(file, scales))
     for module in modules:

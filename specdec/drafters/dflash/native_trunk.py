@@ -16,6 +16,7 @@ from specdec.native import find_library, knows
 from specdec.native.calls import layer_calls
 from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm
 from specdec.native.library import LayerCall, Library, floats
+from specdec.native.modules import Packer
 from specdec.native.weights import Weights
 from specdec.options import Activations, Kernels
 
@@ -28,30 +29,40 @@ def pack_draft(
     kernels: Kernels,
     activations: Activations,
     device: torch.device | str,
-) -> NativeTrunk | None:
+) -> nn.Module | None:
     """A native trunk in place of ``trunk``, and native matrices in the modules beside it.
 
-    None if torch has to do it; see `specdec.native.install`. The modules are still on the meta
-    device.
+    A trunk with a local convolution stays, with native matrices. None if torch has to do all of it;
+    see `specdec.native.install`. The modules are still on the meta device.
     """
     library = find_library(kernels, device, knows_draft=_knows_trunk(trunk))
     if library is None:
         return None
     assert isinstance(trunk, Trunk)
-    weights = Weights(file, None)
-    if vocabulary.output is not None:
-        vocabulary.output = NativeLinear(library, weights.matrix("output.weight"), activations)
-    if hasattr(head, "markov_w2"):
-        head.markov_w2 = NativeLinear(library, weights.matrix("markov_w2.weight"), activations)
-    return NativeTrunk(library, trunk, file, activations)
+    packer = Packer(library, file, activations)
+    for module in (vocabulary, head):
+        _pack_matrices(module, file, packer)
+    if all(layer.convolution is None for layer in trunk.layers):
+        return NativeTrunk(library, trunk, file, activations)
+    _pack_matrices(trunk, file, packer)
+    return trunk
 
 
 def _knows_trunk(trunk: nn.Module) -> bool:
-    """Whether the kernels can do everything that the trunk does."""
+    """Whether the kernels can do everything that the trunk does, but for the local convolution."""
     return type(trunk) is Trunk and all(
-        type(layer) is BlockLayer and layer.convolution is None and knows(layer.spec)
-        for layer in trunk.layers
+        type(layer) is BlockLayer and knows(layer.spec) for layer in trunk.layers
     )
+
+
+def _pack_matrices(module: nn.Module, file: GGUFFile, packer: Packer) -> None:
+    """Puts packed matrices into ``module`` where the file has smaller numbers than float32."""
+    for path, child in list(module.named_modules()):
+        weight = f"{path}.weight"
+        if isinstance(child, nn.Linear) and file.info(weight).ggml_type != "F32":
+            bias = "" if child.bias is None else f"{path}.bias"
+            parent, _, name = path.rpartition(".")
+            module.get_submodule(parent).add_module(name, packer.linear(weight, bias))
 
 
 class NativeTrunk(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import tiny_drafts
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.drafters.dflash.drafter import DFlashDrafter
 from specdec.drafters.dflash.model import DFlashModel, load
@@ -61,6 +61,10 @@ def draft(target: Target, folder: Path, kernels: Kernels, **more: Any) -> DFlash
         return load(file, target, kernels=kernels)
 
 
+def parts(model: DFlashModel) -> list[nn.Module]:
+    return [model.trunk, model.head, model.vocabulary]  # type: ignore[list-item]
+
+
 def answer(model: DFlashModel, sizes: tuple[int, ...], n_slots: int) -> tuple[Tensor, Tensor]:
     """A block's output and the first layer's keys, the context injected in pieces."""
     cache = KVCache(model.trunk.cache_shapes, 64, device=torch.device("cpu"))
@@ -87,13 +91,17 @@ def test_agrees_with_the_torch_trunk(name: str, target: Target, tmp_path: Path) 
 @torch.inference_mode()
 @pytest.mark.parametrize("head", list(tiny_drafts.HEADS))
 @pytest.mark.parametrize("d2t", [(), tuple(range(0, 40, 2))])
+@pytest.mark.parametrize("half", [False, True])
 def test_heads_draft_the_same_tokens(
-    head: str, d2t: tuple[int, ...], target: Target, tmp_path: Path
+    head: str, d2t: tuple[int, ...], half: bool, target: Target, tmp_path: Path
 ) -> None:
     options = DraftOptions(n_max=4)
     drafts = []
-    for kernels in ("torch", "auto"):
-        model = draft(target, tmp_path, kernels, head=head, d2t=d2t)  # type: ignore[arg-type]
+    for kernels in ("torch", "native"):
+        model = draft(target, tmp_path, kernels, head=head, d2t=d2t, half=half)  # type: ignore[arg-type]
+        if half:
+            left = {type(part) for whole in parts(model) for part in whole.modules()}
+            assert (nn.Linear in left) == (kernels == "torch")
         drafter = DFlashDrafter(model, options, 64)
         drafter.begin(SamplingOptions())
         drafter.observe(torch.arange(12), HIDDEN[:12])
