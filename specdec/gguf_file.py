@@ -6,6 +6,7 @@ within the file. Knows nothing about architectures.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ __all__ = ["REQUIRED", "GGUFFile", "Metadata", "TensorInfo"]
 
 # The default of the typed getters: a missing key is an error.
 REQUIRED: Any = object()
+
+# No width and no count within a layer is greater: products of three are far from 64 bits.
+MAX_SIZE = 1 << 20
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 # The numpy kinds of metadata scalars.
@@ -123,9 +127,16 @@ class GGUFFile:
         value: int | T = self._get(key, default, "an integer", lambda value: type(value) is int)
         return value
 
+    def check_size(self, key: str, size: int) -> None:
+        """Raises `ModelFileError` unless ``size``, from `key` or its default, is a possible one."""
+        if not 1 <= size <= MAX_SIZE:
+            raise ModelFileError(
+                f"{self.path}: {key} is {size}, expected 1 to {MAX_SIZE}; the file is damaged"
+            )
+
     def get_float(self, key: str, default: T = REQUIRED) -> float | T:
-        """The number at `key` as a float, or `default`."""
-        value = self._get(key, default, "a number", lambda value: type(value) in (int, float))
+        """The number at `key` as a float, or `default`; infinity and NaN are none."""
+        value = self._get(key, default, "a number", _is_finite)
         return float(value) if type(value) is int else value
 
     def get_bool(self, key: str, default: T = REQUIRED) -> bool | T:
@@ -244,6 +255,10 @@ class GGUFFile:
         if value is default:
             return default
         return value.tolist() if isinstance(value, np.ndarray) else [value] * (length or 0)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _is_strings(value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.errors import ModelFileError, UnsupportedError
+from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
 from specdec.models.layers import (
     DecoderLayer,
     LayerSpec,
-    RopeSpec,
     RotaryEmbedding,
     SoftCap,
     new_embedding,
 )
+from specdec.models.rope import read_rope
 from specdec.models.rows import ROW_BLOCK, Rows
 from specdec.options import RopeOptions
 
@@ -311,57 +311,6 @@ def _store(tapped: Tensor | None, taps: Sequence[int], layer: int, hidden: Tenso
             tapped[:, slot] = hidden
 
 
-def read_rope(file: GGUFFile, n_rot: int, options: RopeOptions) -> RopeSpec:
-    """The rotary embedding of a file with the user's overrides (llama.cpp's `rope.scaling.*` keys).
-
-    Raises `UnsupportedError` for a scaling type other than none, linear and yarn.
-    """
-    kind = options.scaling or file.get_str(file.key("rope.scaling.type"), default=None)
-    linear = file.get_float(file.key("rope.scale_linear"), default=0.0)
-    factor = file.get_float(file.key("rope.scaling.factor"), default=linear)
-    kind = kind or "linear"
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedError(
-            f"{file.path}: rope scaling type '{kind}' is not supported; known: none, linear, yarn"
-        )
-    scale = 1.0 if kind == "none" or not factor else 1.0 / factor
-    file_base = file.get_float(file.key("rope.freq_base"), default=10000.0)
-    base = file_base if options.freq_base is None else options.freq_base
-    spec = RopeSpec(n_rot, base, options.freq_scale or scale, factors=_rope_factors(file))
-    if kind != "yarn":
-        return spec
-    n_train = file.get_int(file.key("context_length"), default=0)
-    original = file.get_int(file.key("rope.scaling.original_context_length"), default=n_train)
-    return _with_yarn(spec, file, options, options.yarn_orig_ctx or original)
-
-
-def _with_yarn(spec: RopeSpec, file: GGUFFile, options: RopeOptions, n_orig: int) -> RopeSpec:
-    def pick(option: float, key: str, default: float) -> float:
-        if option >= 0:
-            return option
-        return file.get_float(file.key(f"rope.scaling.{key}"), default=default)
-
-    if n_orig <= 0:
-        raise ModelFileError(
-            f"{file.path}: YaRN needs {file.key('rope.scaling.original_context_length')}; "
-            "give --yarn-orig-ctx"
-        )
-    return replace(
-        spec,
-        ext_factor=pick(options.yarn_ext_factor, "yarn_ext_factor", 1.0),
-        attn_factor=pick(options.yarn_attn_factor, "yarn_attn_factor", 1.0),
-        beta_fast=pick(options.yarn_beta_fast, "yarn_beta_fast", 32.0),
-        beta_slow=pick(options.yarn_beta_slow, "yarn_beta_slow", 1.0),
-        n_ctx_orig=n_orig,
-    )
-
-
-def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
-    if "rope_freqs.weight" not in file.tensors:
-        return ()
-    return tuple(file.load("rope_freqs.weight").tolist())
-
-
 def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> LayerSpec:
     """A block of the kind that most architectures share, from metadata and the block's tensors.
 
@@ -382,6 +331,13 @@ def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> Lay
     n_ff = read_per_layer(file, "feed_forward_length", layer)
     if n_expert:
         n_ff = file.get_int(key("expert_feed_forward_length"), default=n_ff)
+    head_dim_v = file.get_int(key("attention.value_length"), default=head_dim)
+    file.check_size(key("embedding_length"), n_embd)
+    file.check_size(key("attention.head_count"), n_head)
+    file.check_size(key("attention.key_length"), head_dim)
+    file.check_size(key("attention.value_length"), head_dim_v)
+    name = "expert_feed_forward_length" if n_expert else "feed_forward_length"
+    file.check_size(key(name), n_ff)
     scale = file.get_float(key("attention.scale"), default=0.0)
     n_rot = file.get_int(key("rope.dimension_count"), default=head_dim)
     if n_rot % 2 or not 0 < n_rot <= head_dim:
@@ -394,7 +350,7 @@ def read_layer_spec(file: GGUFFile, options: RopeOptions, layer: int = 0) -> Lay
         n_head=n_head,
         n_head_kv=n_head_kv,
         head_dim=head_dim,
-        head_dim_v=file.get_int(key("attention.value_length"), default=head_dim),
+        head_dim_v=head_dim_v,
         n_ff=n_ff,
         rms_eps=file.get_float(key("attention.layer_norm_rms_epsilon")),
         rope=read_rope(file, n_rot, options),

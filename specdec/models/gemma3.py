@@ -13,6 +13,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models.base import Target, read_config, read_layer_spec, read_window
 from specdec.models.layers import LayerSpec
 from specdec.models.loading import build_target, count_layers
+from specdec.models.rope import check_rope
 from specdec.options import RopeOptions
 
 SLIDING_PERIOD = 6
@@ -45,6 +46,6 @@ def _sliding(file: GGUFFile, full: LayerSpec) -> LayerSpec:
     window = read_window(file, default=0)
     if not window:
         return full
-    return replace(
-        full, window=window, rope=replace(full.rope, freq_base=base, freq_scale=1.0, ext_factor=0.0)
-    )
+    rope = replace(full.rope, freq_base=base, freq_scale=1.0, ext_factor=0.0)
+    check_rope(file, rope)
+    return replace(full, window=window, rope=rope)

@@ -15,6 +15,7 @@ from specdec.gguf_file import GGUFFile
 from specdec.models.base import Target, read_config, read_layer_spec, read_window
 from specdec.models.layers import LayerSpec, RopeSpec
 from specdec.models.loading import build_target, count_layers
+from specdec.models.rope import check_rope
 from specdec.options import RopeOptions
 
 
@@ -42,11 +43,16 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
             f"got {n_rot}"
         )
     base = file.get_float(key("rope.freq_base_swa"), default=10000.0)
+    head_dim_v = file.get_int(key("attention.value_length_swa"), default=head_dim)
+    file.check_size(key("attention.key_length_swa"), head_dim)
+    file.check_size(key("attention.value_length_swa"), head_dim_v)
+    sliding = RopeSpec(n_rot, base)
+    check_rope(file, sliding)
     return replace(
         spec,
         head_dim=head_dim,
-        head_dim_v=file.get_int(key("attention.value_length_swa"), default=head_dim),
-        rope=RopeSpec(n_rot, base),
+        head_dim_v=head_dim_v,
+        rope=sliding,
         window=read_window(file),
     )
 

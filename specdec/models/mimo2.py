@@ -16,6 +16,7 @@ from specdec.models.base import Target, read_config, read_layer_spec, read_windo
 from specdec.models.experts import Routing
 from specdec.models.layers import DecoderLayer, LayerSpec, rotate
 from specdec.models.loading import build_target, count_layers, read_experts
+from specdec.models.rope import check_rope
 from specdec.options import RopeOptions
 
 
@@ -67,6 +68,7 @@ def read_spec(file: GGUFFile, rope: RopeOptions, layer: int) -> LayerSpec:
         base = file.get_float(key("rope.freq_base_swa"), default=10000.0)
         window = read_window(file)
         spec = replace(spec, window=window, rope=replace(spec.rope, freq_base=base))
+        check_rope(file, spec.rope)
     routing = Routing(
         gating="sigmoid",
         is_normalised=file.get_bool(key("expert_weights_norm"), default=True),

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from specdec.drafters.dflash.config import DraftConfig
 from specdec.drafters.dflash.names import SPELLINGS, is_single_pass
 from specdec.errors import ModelFileError, UnsupportedError
-from specdec.gguf_file import GGUFFile
+from specdec.gguf_file import MAX_SIZE, GGUFFile
 
 N_STREAMS = 4
 """Residual streams; llama.cpp's graph is written for four."""
+MAX_SINKHORN = 1000
+"""Iterations that a row may take: with many more, a program would seem to hang."""
 SQRT_SOFTPLUS = 4
 """`expert_gating_func` of DeepSeek-V4."""
 
@@ -53,10 +55,8 @@ def read_dsv4_spec(file: GGUFFile, config: DraftConfig) -> DSV4Spec:
     key, n_layer = file.key, config.n_layer
     clamp = file.get_floats(key("swiglu_clamp_exp"), length=n_layer)
     n_ff = file.get_ints(key("expert_feed_forward_length"), length=n_layer)
-    if min(n_ff) < 1:
-        raise ModelFileError(
-            f"{file.path}: {key('expert_feed_forward_length')} is {n_ff}, expected widths above 0"
-        )
+    for width in n_ff:
+        file.check_size(key("expert_feed_forward_length"), width)
     head_dim = file.get_int(key("attention.key_length"))
     return DSV4Spec(
         n_embd=config.n_embd,
@@ -133,14 +133,21 @@ def _check_sizes(file: GGUFFile) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ModelFileError(f"{file.path}: {key(name)} is {size}, expected 1 or more")
+    base = file.get_float(key("rope.freq_base"), default=10000.0)
+    if base <= 0:
+        raise ModelFileError(f"{file.path}: {key('rope.freq_base')} is {base:g}, expected above 0")
     head_dim = sizes["attention.key_length"]
-    bounds = {
+    bounds = {name: (size, MAX_SIZE) for name, size in sizes.items()} | {
         "rope.dimension_count": (file.get_int(key("rope.dimension_count"), default=0), head_dim),
         "attention.value_length": (
             file.get_int(key("attention.value_length"), default=head_dim),
             head_dim,
         ),
         "expert_used_count": (sizes["expert_used_count"], sizes["expert_count"]),
+        "hyper_connection.sinkhorn_iterations": (
+            sizes["hyper_connection.sinkhorn_iterations"],
+            MAX_SINKHORN,
+        ),
         "attention.output_group_count": (
             sizes["attention.output_group_count"],
             sizes["attention.head_count"],

@@ -32,8 +32,8 @@ from specdec.drafters.dflash.trunk import TrunkOutput, block_attention, visible_
 from specdec.errors import ModelFileError
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import CacheShape, KVCache
-from specdec.models.base import read_rope
 from specdec.models.layers import RopeSpec, RotaryEmbedding, WeightOnly, rotate
+from specdec.models.rope import read_rope
 from specdec.options import RopeOptions
 
 

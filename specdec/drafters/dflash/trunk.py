@@ -383,6 +383,7 @@ def read_convolution(file: GGUFFile, config: DraftConfig) -> Convolution | None:
     group_size = file.get_int(file.key("conv_group_size"), default=0)
     if kernel_size <= 0 or group_size <= 0:
         return None
+    file.check_size(file.key("conv_kernel_size"), kernel_size)
     if config.n_embd % group_size:
         raise ModelFileError(
             f"{file.path}: DFlash hidden size must be divisible by conv_group_size: "
