@@ -148,7 +148,7 @@ def test_impossible_sizes_are_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"dflash.expert_feed_forward_length": 0}, "expert_feed_forward_length is 0, expected 1 to"),
+        ({"dflash.expert_feed_forward_length": 0}, "feed_forward_length is 0, expected 1 to"),
         ({"dflash.attention.q_lora_rank": 9}, r"attn_q_a.weight: shape \[10, 32\].* \[9, 32\]"),
         ({"dflash.block_count": 10**6}, "block_count is 1000000"),
     ],
