@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor, nn
 
 from specdec.kv_cache import KVCache
 from specdec.models.layers import DecoderLayer, LayerSpec
 from specdec.models.rows import Rows
-from specdec.native.calls import layer_calls
-from specdec.native.library import LayerCall, Library, floats
+from specdec.native.calls import LayerCalls, layer_calls
+from specdec.native.library import Library, floats
 from specdec.native.modules import Packer
 
 
@@ -81,7 +79,7 @@ class NativePairLayer(nn.Module):
 
     def _calls(
         self, joined: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCache
-    ) -> tuple[ctypes.Array[LayerCall], Tensor]:
+    ) -> tuple[LayerCalls, Tensor]:
         n = joined.shape[0]
         calls = layer_calls([self._native], cache, 0, n, [rotary])
         return calls, floats(joined, (n, 2 * self.spec.n_embd))

@@ -43,21 +43,20 @@ class RunLayers(Protocol):
     def __call__(
         self,
         layers: Sequence[Any],
-        hidden: Tensor,
+        tokens: Tensor,
         cache: KVCache,
         rotary: Sequence[tuple[Tensor, Tensor]],
         rows: Rows,
         *,
         n_logits: int,
         taps: Sequence[int],
-        tapped: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Best] | None]:
-        """Hidden states [T, D], and logits [n_logits, V] of the last rows with the best of them.
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Best] | None]:
+        """Hidden states [T, D], taps [T, n_taps, D], and logits [n_logits, V] of the last rows.
 
-        ``layers`` are the target's, with the ``rotary`` tables of each from position 0 on. Rows
-        ``hidden`` [T, D] are appended to the cache, and may be overwritten. ``tapped``
-        [T, n_taps, D] gets what the residual stream is at ``taps``, but for -1. None stands
-        for logits that are left to the caller.
+        ``layers`` are the target's, with the ``rotary`` tables of each from position 0 on. The rows
+        of ``tokens`` [T] are appended to the cache. Taps are what the residual stream is at
+        ``taps``, but for -1, which the caller fills in; None without any. With logits come the best
+        of them; None stands for logits that are left to the caller.
         """
         ...
 
@@ -106,7 +105,7 @@ class Target(nn.Module):
         self.transform: Transform | None = None
         self.is_row_invariant = False
         self._layers: list[DecoderLayer] = list(self.blk)  # type: ignore[arg-type]
-        self._run_layers: RunLayers = _run_one_by_one
+        self._run_layers: RunLayers = self._run_one_by_one
         kinds = list(dict.fromkeys(spec.rope for spec in specs))
         self._rotary = [RotaryEmbedding(kind) for kind in kinds]
         self._rotary_of = [kinds.index(spec.rope) for spec in specs]
@@ -265,44 +264,36 @@ class Target(nn.Module):
         n = tokens.shape[0]
         tables = [kind.tables(rows.start + n, tokens.device) for kind in self._rotary]
         rotary = [tables[kind] for kind in self._rotary_of]
-        hidden = self.embed(tokens)
-        if self.config.embedding_scale != 1.0:
-            hidden = hidden * self.config.embedding_scale
-        tapped = hidden.new_empty(n, len(taps), self.config.n_embd) if taps else None
-        hidden, logits = self._run_layers(
-            self._layers,
-            hidden,
-            cache,
-            rotary,
-            rows,
-            n_logits=n_logits,
-            taps=taps,
-            tapped=tapped,
+        hidden, tapped, logits = self._run_layers(
+            self._layers, tokens, cache, rotary, rows, n_logits=n_logits, taps=taps
         )
         if -1 in taps:
             _store(tapped, taps, -1, self.output_norm(hidden))
         cache.advance(rows.count)
         return hidden, tapped, logits
 
-
-def _run_one_by_one(
-    layers: Sequence[DecoderLayer],
-    hidden: Tensor,
-    cache: KVCache,
-    rotary: Sequence[tuple[Tensor, Tensor]],
-    rows: Rows,
-    *,
-    n_logits: int,
-    taps: Sequence[int],
-    tapped: Tensor | None,
-) -> tuple[Tensor, None]:
-    end = rows.start + hidden.shape[0]
-    parts = {id(pair): (pair[0][rows.start : end], pair[1][rows.start : end]) for pair in rotary}
-    for index, (layer, pair) in enumerate(zip(layers, rotary, strict=True)):
-        _store(tapped, taps, index, hidden)
-        hidden = layer(hidden, cache, index, parts[id(pair)], rows)
-    _store(tapped, taps, len(layers), hidden)
-    return hidden, None
+    def _run_one_by_one(
+        self,
+        layers: Sequence[DecoderLayer],
+        tokens: Tensor,
+        cache: KVCache,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        rows: Rows,
+        *,
+        n_logits: int,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None, None]:
+        hidden = self.embed(tokens) * self.config.embedding_scale
+        n, end = tokens.shape[0], rows.start + tokens.shape[0]
+        tapped = hidden.new_empty(n, len(taps), hidden.shape[1]) if taps else None
+        parts = {
+            id(pair): (pair[0][rows.start : end], pair[1][rows.start : end]) for pair in rotary
+        }
+        for index, (layer, pair) in enumerate(zip(layers, rotary, strict=True)):
+            _store(tapped, taps, index, hidden)
+            hidden = layer(hidden, cache, index, parts[id(pair)], rows)
+        _store(tapped, taps, len(layers), hidden)
+        return hidden, tapped, None
 
 
 def _store(tapped: Tensor | None, taps: Sequence[int], layer: int, hidden: Tensor) -> None:

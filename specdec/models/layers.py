@@ -92,8 +92,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.register_buffer("_cos", torch.empty(0, spec.n_rot // 2), persistent=False)
-        self.register_buffer("_sin", torch.empty(0, spec.n_rot // 2), persistent=False)
+        self._tables = torch.empty(0, spec.n_rot // 2), torch.empty(0, spec.n_rot // 2)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [T, n_rot / 2] float32, of positions [T] int64."""
@@ -101,16 +100,17 @@ class RotaryEmbedding(nn.Module):
         return cos[positions], sin[positions]
 
     def tables(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The same of all positions up to ``end``, and perhaps more."""
-        if end > self._cos.shape[0]:
-            self._extend(max(end, 2 * self._cos.shape[0], 512), device)
-        return self._cos, self._sin
+        """The same of all positions up to ``end``, perhaps more; one object as long as they do."""
+        held = self._tables[0]
+        if end > held.shape[0] or held.device != device:
+            self._extend(max(end, 2 * held.shape[0], 512), device)
+        return self._tables
 
     def _extend(self, n: int, device: torch.device) -> None:
         inverse, magnitude = rope_frequencies(self.spec)
         angles = torch.arange(n, dtype=torch.float64)[:, None] * inverse
-        self._cos = (angles.cos() * magnitude).float().to(device)
-        self._sin = (angles.sin() * magnitude).float().to(device)
+        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+        self._tables = cos.float().to(device), sin.float().to(device)
 
 
 def rope_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:

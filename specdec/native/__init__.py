@@ -125,6 +125,11 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
     output = weights.matrix("token_embd.weight" if tied else "output.weight")
     # The best token depends on small differences of its numbers: eight bits are too few here.
     rounding: Rounding = "int16" if activations == "int8" else "f32"
+    embedding = (
+        native.PackedEmbedding(library, output)
+        if tied
+        else native.NativeEmbedding(file, "token_embd.weight")
+    )
     target.use_row_invariant(
         layers=[
             native.NativeLayer(
@@ -133,13 +138,16 @@ def _load(target: Target, file: GGUFFile, activations: Activations) -> None:
             for i, layer in enumerate(target.layers)
         ],
         run_layers=native.LayerStack(
-            library, norm, config.rms_eps, output, rounding, config.logit_softcap
+            library,
+            norm,
+            config.rms_eps,
+            output,
+            rounding,
+            config.logit_softcap,
+            embedding,
+            config.embedding_scale,
         ),
-        token_embd=(
-            native.PackedEmbedding(library, output)
-            if tied
-            else native.NativeEmbedding(file, "token_embd.weight")
-        ),
+        token_embd=embedding,
         output_norm=native.NativeRMSNorm(library, norm, config.rms_eps),
         output=native.NativeLinear(library, output, rounding),
     )

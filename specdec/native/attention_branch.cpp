@@ -92,8 +92,8 @@ void AttentionBranch::write_key_value(int64_t t, int64_t head) const {
 }
 
 void AttentionBranch::rotate_row(int64_t t, float* head) const {
-  const int64_t half = call_.n_rot / 2;
-  rotate(head, call_.cos + t * half, call_.sin + t * half, half);
+  const int64_t half = call_.n_rot / 2, place = (pass_.rotary_start + t) * half;
+  rotate(head, call_.cos + place, call_.sin + place, half);
 }
 
 // Tiles of rows that attend together.

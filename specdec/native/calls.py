@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
 
 from specdec.kv_cache import KVCache
@@ -29,7 +28,7 @@ def layer_calls(
     offset: int = 0,
     *,
     keeps_every_state: bool = False,
-) -> ctypes.Array[LayerCall]:
+) -> LayerCalls:
     """What is said about layers ``first`` ... for ``n`` rows behind the committed ones.
 
     ``rotary`` are the tables of each layer, whose rows ``offset`` ... are meant. The next call for
@@ -38,52 +37,59 @@ def layer_calls(
     know, ValueError if it, or a table, does not fit a layer.
     """
     key = id(layers[0]), first, len(layers)
-    prepared: _PreparedCalls | None = cache.prepared.get(key)
+    prepared: LayerCalls | None = cache.prepared.get(key)
     if prepared is None or prepared.capacity < cache.length + n:
-        prepared = _PreparedCalls(layers, cache, first, n)
+        prepared = LayerCalls(layers, cache, first, n)
         cache.prepared[key] = prepared
     prepared.point_to(rotary, offset, n)
     for i in prepared.recurrent:
-        call = prepared.calls[i]
+        call = prepared.array[i]
         add_states(call, cache, first + i, n, keeps_every_state=keeps_every_state)
-    return prepared.calls
+    return prepared
 
 
-class _PreparedCalls:
+class LayerCalls:
     """A `LayerCall` for each layer, with the addresses of a cache's buffers."""
 
     def __init__(self, layers: Sequence[NativeLayer], cache: KVCache, first: int, n: int) -> None:
         calls = [layer.call(cache, first + i, n) for i, layer in enumerate(layers)]
         self.capacity = min(call.capacity for call in calls)
         self.recurrent = [i for i, layer in enumerate(layers) if layer.is_recurrent]
-        self.calls = (LayerCall * len(calls))(*calls)
-        self._n_rot_max = np.array([2**31 if x.is_recurrent else x.spec.head_dim for x in layers])
+        self.array = (LayerCall * len(calls))(*calls)
+        self.rotary_start = 0
+        """The row of the tables that is the first one's."""
+        self._rotary: tuple[Tables, ...] = ()
+        self._n_rows = 0
+        self._n_rot_max = [2**31 if x.is_recurrent else x.spec.head_dim for x in layers]
         self._layers = layers  # the calls have their addresses, the key one's id
-        words = np.frombuffer(memoryview(self.calls).cast("B"), np.int64).reshape(len(calls), -1)
-        places = (LayerCall.cos.offset, LayerCall.sin.offset, LayerCall.n_rot.offset)
-        self._columns = [words[:, place // words.itemsize] for place in places]
 
     def point_to(self, rotary: Sequence[Tables], offset: int, n: int) -> None:
-        """Puts in the tables of ``n`` rows, which live as long as nothing else is put in."""
-        self._rotary = rotary  # a module may make itself longer ones meanwhile
+        """Puts in tables, rows ``offset`` ... of which are those of ``n`` rows.
+
+        They live as long as nothing else is put in: a module may make itself longer ones meanwhile.
+        """
+        self.rotary_start = offset
+        if len(rotary) == len(self._rotary) and all(map(operator.is_, rotary, self._rotary)):
+            if offset + n <= self._n_rows:
+                return
         kinds = {id(tables): tables for tables in rotary}
-        found = {kind: _addresses(tables, offset, n) for kind, tables in kinds.items()}
-        for i, column in enumerate(self._columns):
-            if len(found) == 1:  # most models have one kind of layer
-                column.fill(found[id(rotary[0])][i])
-            else:
-                column[:] = [found[id(tables)][i] for tables in rotary]
-        n_rot = self._columns[-1]
-        if (n_rot > self._n_rot_max).any():
-            raise ValueError(f"rotary tables turn {n_rot.max()} dimensions, heads have fewer")
+        found = {kind: _addresses(tables, offset + n) for kind, tables in kinds.items()}
+        rows = [found[id(tables)] for tables in rotary]
+        self._rotary, self._n_rows = (), min(tables[0].shape[0] for tables in kinds.values())
+        for call, n_rot_max, (cos, sin, n_rot) in zip(
+            self.array, self._n_rot_max, rows, strict=True
+        ):
+            if n_rot > n_rot_max:
+                raise ValueError(f"rotary tables turn {n_rot} dimensions, heads have fewer")
+            call.cos, call.sin, call.n_rot = cos, sin, n_rot
+        self._rotary = tuple(rotary)
 
 
-def _addresses(tables: Tables, offset: int, n: int) -> tuple[int, int, int]:
-    """Those of rows ``offset`` ... of cosines and sines, ``n`` at least, and n_rot."""
+def _addresses(tables: Tables, n_rows: int) -> tuple[int, int, int]:
+    """Those of cosines and sines, which have ``n_rows`` rows at least, and n_rot."""
     cos, sin = tables
     rows, width = cos.shape
-    if rows < offset + n or not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError(f"expected contiguous rotary tables of {offset + n} rows, got {rows}")
-    start = offset * width * cos.itemsize
+    if rows < n_rows or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"expected contiguous rotary tables of {n_rows} rows, got {rows}")
     shape = (rows, width)
-    return floats(cos, shape).data_ptr() + start, floats(sin, shape).data_ptr() + start, 2 * width
+    return floats(cos, shape).data_ptr(), floats(sin, shape).data_ptr(), 2 * width

@@ -129,6 +129,17 @@ Stream::Stream(const Pass& pass, Scratch& scratch) {
   addition = scratch.take(pass.n * n_embd), middle = scratch.take(pass.n * n_embd);
 }
 
+namespace {
+
+void embed(const Pass& pass, int64_t t) {
+  const Embedding& embedding = *pass.embedding;
+  float* row = pass.hidden + t * embedding.table.cols;
+  read_row(embedding.table, pass.tokens[t], row);
+  for (int64_t i = 0; embedding.scale != 1.0f && i < embedding.table.cols; i++)
+    row[i] *= embedding.scale;
+}
+
+}  // namespace
 }  // namespace specdec
 
 using namespace specdec;
@@ -142,6 +153,7 @@ int64_t specdec_layer_size() { return sizeof(Layer); }
 int64_t specdec_call_size() { return sizeof(LayerCall); }
 int64_t specdec_head_size() { return sizeof(Head); }
 int64_t specdec_pass_size() { return sizeof(Pass); }
+int64_t specdec_embedding_size() { return sizeof(Embedding); }
 
 // Floats of scratch memory that a pass needs; its own scratch is null.
 int64_t specdec_scratch(const Pass* pass) {
@@ -153,8 +165,10 @@ int64_t specdec_scratch(const Pass* pass) {
   return pass->n_logits ? largest_of(size, LogitsPass(*pass, {nullptr}).scratch_size()) : size;
 }
 
-// The layers one after the other, then the logits if they are wanted.
-void specdec_layers(const Pass* pass) {
+// The layers one after the other, then the logits if they are wanted; 0 if there is no such token.
+int64_t specdec_layers(const Pass* pass) {
+  for (int64_t t = 0; pass->embedding && t < pass->n; t++)
+    if (pass->tokens[t] < 0 || pass->tokens[t] >= pass->embedding->table.rows) return 0;
   Scratch scratch{pass->scratch};
   const Stream stream(*pass, scratch);
   std::deque<LayerPass> layers;
@@ -162,13 +176,17 @@ void specdec_layers(const Pass* pass) {
     layers.emplace_back(i, *pass, stream, scratch);
   Steps steps(static_cast<int>(pass->n_threads));
   steps.add(pass->n, [&](Range range, int) {
-    for (int64_t t = range.first; t < range.last; t++) layers[0].start_row(t);
+    for (int64_t t = range.first; t < range.last; t++) {
+      if (pass->embedding) embed(*pass, t);
+      layers[0].start_row(t);
+    }
   });
   for (size_t i = 0; i < layers.size(); i++)
     layers[i].add_steps(steps, i + 1 < layers.size() ? &layers[i + 1] : nullptr);
   std::optional<LogitsPass> logits;
   if (pass->n_logits) logits.emplace(*pass, Scratch{pass->scratch}).add_steps(steps);
   run_steps(std::move(steps));
+  return 1;
 }
 
 // Keys and values of every layer from the same rows, which stay as they are and are as wide as the

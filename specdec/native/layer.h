@@ -70,7 +70,7 @@ struct LayerCall {
   void* values;         // [n_head_kv, capacity, head_dim_v] of value_type
   int64_t capacity;     // rows of the cache's buffers
   int64_t key_type, value_type;
-  const float* cos;     // [n, n_rot / 2]
+  const float* cos;     // [..., n_rot / 2], whose rows from `rotary_start` on are those of the pass
   const float* sin;
   int64_t n_rot;        // rotated dimensions of a head
   // Of recurrent layers: the convolution's last inputs [conv_kernel - 1, channels] and the memory
@@ -78,6 +78,12 @@ struct LayerCall {
   // Behind rows whose state nobody asked for they go where the next row's do.
   const float *inputs, *memory;
   float *const *inputs_behind, *const *memory_behind;  // [n]
+};
+
+// From tokens to hidden states: rows of a table, times a factor.
+struct Embedding {
+  Matrix table;
+  float scale;
 };
 
 // From last hidden states to logits: a norm, the output matrix, c * tanh(logits / c).
@@ -96,6 +102,7 @@ struct Pass {
   const LayerCall* calls;
   int64_t n_layers, n, start, n_threads;
   int64_t sees_block;  // rows see the rows behind them, too
+  int64_t rotary_start;
   float* hidden;   // [n, n_embd], replaced by the last layer's output
   float* scratch;  // specdec_scratch floats
   const float* inputs;  // [n, columns of q] what attention reads; null: the normed hidden rows
@@ -109,6 +116,8 @@ struct Pass {
   int64_t n_taps;
   const int64_t* taps;  // [n_taps] the layer whose rows are wanted as it finds them; n_layers = behind
   float* tapped;        // [n, n_taps, n_embd]
+  const Embedding* embedding;  // null: hidden rows are given
+  const int64_t* tokens;       // [n]
 };
 
 }  // namespace specdec

@@ -24,6 +24,7 @@ from specdec.native.experts import expert_struct
 from specdec.native.library import (
     ACTIVATION_BYTES,
     CACHE_TYPES,
+    Embedding,
     Head,
     Layer,
     LayerCall,
@@ -31,6 +32,7 @@ from specdec.native.library import (
     Matrix,
     Rounding,
     floats,
+    integers,
     matrix_struct,
 )
 from specdec.native.packing import PackedMatrix
@@ -210,31 +212,41 @@ class LayerStack:
         output: PackedMatrix,
         rounding: Rounding,
         softcap: float,
+        embedding: nn.Module,
+        embedding_scale: float = 1.0,
     ) -> None:
         """``norm`` [D] and ``output`` [V, D] make logits of the last hidden states.
 
         ``rounding`` is that of the product's input; ``softcap`` c in c * tanh(logits / c), or 0.
+        Rows of ``embedding``, times a scale, are the first ones.
         """
         self._library = library
         self._kept = norm, output
         matrix, n_bytes = matrix_struct(output, None), ACTIVATION_BYTES[rounding]
         self._head = Head(matrix, norm.data_ptr(), n_bytes, eps, softcap)
+        self._embedding, self._scale = embedding, embedding_scale
+        self._table = None
+        if isinstance(embedding, PackedEmbedding):
+            self._table = Embedding(embedding.matrix, embedding_scale)
 
     def __call__(
         self,
         layers: Sequence[NativeLayer],
-        hidden: Tensor,
+        tokens: Tensor,
         cache: KVCache,
         rotary: Sequence[tuple[Tensor, Tensor]],
         rows: Rows,
         *,
         n_logits: int,
         taps: Sequence[int],
-        tapped: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Best] | None]:
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Best] | None]:
         """See `specdec.models.base.RunLayers`. Raises `CacheError` if the cache is full."""
-        n = hidden.shape[0]
-        out = floats(hidden, (n, layers[0].spec.n_embd))
+        n, n_embd, table = tokens.shape[0], layers[0].spec.n_embd, self._table
+        if table is None:
+            out = floats(self._embedding(tokens) * self._scale, (n, n_embd))
+        else:
+            tokens, out = integers(tokens), torch.empty(n, n_embd)
+        tapped = torch.empty(n, len(taps), n_embd) if taps else None
         start = cache.length
         calls = layer_calls(layers, cache, 0, n, rotary, start, keeps_every_state=rows.exact)
         logits = self._library.run_layers(
@@ -245,8 +257,10 @@ class LayerStack:
             n_logits=n_logits,
             taps=taps,
             tapped=tapped,
+            embedding=table,
+            tokens=None if table is None else tokens,
         )
-        return out, logits
+        return out, tapped, logits
 
 
 class PackedEmbedding(nn.Module):
@@ -255,11 +269,11 @@ class PackedEmbedding(nn.Module):
     def __init__(self, library: Library, packed: PackedMatrix) -> None:
         super().__init__()
         self._library, self._packed = library, packed
-        self._matrix = matrix_struct(packed, None)
+        self.matrix = matrix_struct(packed, None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows [T, D] float32 of token ids [T]. Raises IndexError for one that is none."""
-        return self._library.rows(self._matrix, tokens)
+        return self._library.rows(self.matrix, tokens)
 
 
 class NativeEmbedding(nn.Module):

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from specdec.errors import UnsupportedError
 from specdec.native.build import shared_library, written_at
 from specdec.native.packing import PackedMatrix
 from specdec.sampling.head import Best
+
+if TYPE_CHECKING:
+    from specdec.native.calls import LayerCalls
 
 log = logging.getLogger(__name__)
 
@@ -118,16 +121,23 @@ class Head(ctypes.Structure):
     )
 
 
+class Embedding(ctypes.Structure):
+    """``Embedding`` of layer.h."""
+
+    _fields_ = (("table", Matrix), ("scale", _FLOAT))
+
+
 class Pass(ctypes.Structure):
     """``Pass`` of layer.h."""
 
     _fields_ = (
         ("calls", ctypes.POINTER(LayerCall)),
         *((name, _INT) for name in ("n_layers", "n", "start", "n_threads", "sees_block")),
+        ("rotary_start", _INT),
         *((name, _POINTER) for name in ("hidden", "scratch", "inputs", "head", "logits")),
         ("n_logits", _INT),
         *(("best_ids", ctypes.POINTER(_INT)), ("best", ctypes.POINTER(_FLOAT)), ("n_taps", _INT)),
-        *((name, _POINTER) for name in ("taps", "tapped")),
+        *((name, _POINTER) for name in ("taps", "tapped", "embedding", "tokens")),
     )
 
 
@@ -149,6 +159,7 @@ class Library:
             (LayerCall, lib.specdec_call_size),
             (Pass, lib.specdec_pass_size),
             (Head, lib.specdec_head_size),
+            (Embedding, lib.specdec_embedding_size),
         ):
             size.restype = _INT
             if size() != ctypes.sizeof(structure):
@@ -156,7 +167,7 @@ class Library:
         self._scratch = threading.local()  # memory of a pass: the kernels run side by side
         lib.specdec_scratch.restype = _INT
         lib.specdec_scratch.argtypes = (_POINTER,)
-        lib.specdec_layers.restype = lib.specdec_keys_values.restype = None
+        lib.specdec_layers.restype, lib.specdec_keys_values.restype = _INT, None
         lib.specdec_layers.argtypes = lib.specdec_keys_values.argtypes = (_POINTER,)
         lib.specdec_multiply.restype = None
         lib.specdec_multiply.argtypes = (
@@ -208,18 +219,15 @@ class Library:
 
         Raises IndexError for an index that is none, ValueError for indices of another type.
         """
-        n = indices.shape[0]
-        if indices.shape != (n,) or indices.dtype != torch.int64 or not indices.is_cpu:
-            found = f"{indices.dtype} {list(indices.shape)} on {indices.device}"
-            raise ValueError(f"expected indices int64 [{n}] on the CPU, got {found}")
-        indices, out = indices.contiguous(), torch.empty(n, matrix.cols)
+        indices = integers(indices)
+        n, out = indices.shape[0], torch.empty(indices.shape[0], matrix.cols)
         if not self._lib.specdec_rows(ctypes.byref(matrix), indices.data_ptr(), n, out.data_ptr()):
-            raise IndexError(f"an index is not in 0 ... {matrix.rows - 1}: {indices.tolist()}")
+            raise _no_row(matrix, indices)
         return out
 
     def run_layers(
         self,
-        calls: ctypes.Array[LayerCall],
+        calls: LayerCalls,
         hidden: Tensor,
         start: int,
         *,
@@ -229,15 +237,18 @@ class Library:
         n_logits: int = 0,
         taps: Sequence[int] = (),
         tapped: Tensor | None = None,
+        embedding: Embedding | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, Best] | None:
         """Runs rows ``hidden`` [T, D] at positions ``start`` ... through layers, in place.
 
-        With ``sees_block`` a row sees those behind it, too. The attention of a single layer may
-        read other ``inputs`` [T, columns of q], without a norm. Returns the logits
-        [``n_logits``, V] of the last rows by ``head`` and the best of them, if any. ``tapped``
-        [T, n_taps, D] gets the rows as layer k finds them, k being one of ``taps``, or as the last
-        one leaves them, k being the number of layers; nothing for other k. The caller has checked
-        every size.
+        With an ``embedding`` they are those of ``tokens`` [T] int64, whatever they hold. With
+        ``sees_block`` a row sees those behind it, too. The attention of a single layer may read
+        other ``inputs`` [T, columns of q], without a norm. Returns the logits [``n_logits``, V] of
+        the last rows by ``head`` and the best of them, if any. ``tapped`` [T, n_taps, D] gets the
+        rows as layer k finds them, k being one of ``taps``, or as the last one leaves them, k being
+        the number of layers; nothing for other k. The caller has checked every size. Raises
+        IndexError for a token that the embedding does not have.
         """
         n_vocab = 0 if head is None else head.matrix.rows
         n_best = min(N_BEST, n_vocab)
@@ -245,15 +256,16 @@ class Library:
         best: Any = (_FLOAT * (n_logits * n_best))()
         logits = torch.empty(n_logits, n_vocab)
         layers = (_INT * len(taps))(*taps)
-        self._run(
+        known = self._run(
             self._lib.specdec_layers,
             Pass(
-                calls,
-                len(calls),
+                calls.array,
+                len(calls.array),
                 hidden.shape[0],
                 start,
                 torch.get_num_threads(),
                 sees_block,
+                calls.rotary_start,
                 hidden.data_ptr(),
                 None,
                 None if inputs is None else inputs.data_ptr(),
@@ -265,11 +277,15 @@ class Library:
                 len(taps),
                 ctypes.addressof(layers) if taps else None,
                 None if tapped is None else tapped.data_ptr(),
+                None if embedding is None else ctypes.addressof(embedding),
+                None if tokens is None else tokens.data_ptr(),
             ),
         )
+        if embedding is not None and tokens is not None and not known:
+            raise _no_row(embedding.table, tokens)
         return None if head is None else (logits, Best(n_best, ids, best))
 
-    def write_keys_values(self, calls: ctypes.Array[LayerCall], rows: Tensor, start: int) -> None:
+    def write_keys_values(self, calls: LayerCalls, rows: Tensor, start: int) -> None:
         """Writes the keys and values that each layer makes of ``rows`` at ``start`` ...
 
         They are [T, columns of k], what attention reads. The caller has checked every size.
@@ -277,8 +293,9 @@ class Library:
         self._run(
             self._lib.specdec_keys_values,
             Pass(
-                calls=calls,
-                n_layers=len(calls),
+                calls=calls.array,
+                n_layers=len(calls.array),
+                rotary_start=calls.rotary_start,
                 n=rows.shape[0],
                 start=start,
                 n_threads=torch.get_num_threads(),
@@ -286,19 +303,31 @@ class Library:
             ),
         )
 
-    def _run(self, function: Callable[..., None], one: Pass) -> None:
+    def _run(self, function: Callable[..., int | None], one: Pass) -> int | None:
         needed = self._lib.specdec_scratch(ctypes.byref(one))
         scratch: Tensor | None = getattr(self._scratch, "kept", None)
         if scratch is None or not needed <= scratch.numel() <= max(16 * needed, KEPT_SCRATCH):
             scratch = self._scratch.kept = torch.empty(needed)
         one.scratch = scratch.data_ptr()
-        function(ctypes.byref(one))
+        return function(ctypes.byref(one))
 
 
 def matrix_struct(packed: PackedMatrix, bias: Tensor | None) -> Matrix:
     """What the kernels are told about a matrix; valid as long as its tensors live."""
     pointer = None if bias is None else bias.data_ptr()
     return Matrix(packed.data.data_ptr(), pointer, packed.rows, packed.cols, int(packed.kind))
+
+
+def _no_row(matrix: Matrix, indices: Tensor) -> IndexError:
+    return IndexError(f"an index is not in 0 ... {matrix.rows - 1}: {indices.tolist()}")
+
+
+def integers(x: Tensor) -> Tensor:
+    """``x`` [T] as the kernels read it. Raises ValueError for another shape, dtype or device."""
+    if x.dim() != 1 or x.dtype != torch.int64 or not x.is_cpu:
+        found = f"{x.dtype} {list(x.shape)} on {x.device}"
+        raise ValueError(f"expected int64 [T] on the CPU, got {found}")
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -7,7 +7,7 @@ distribution; verification by rejection works on `SamplerChain.distribution`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -192,17 +192,23 @@ def build_chain(
         bias=bias,
         adaptive=adaptive,
         greedy=always_best and not bias and all(SAMPLERS[name].keeps_best for name in active),
-        head=None if bias or adaptive else _head(options, active),
+        head=None if adaptive else _head(options, active, bias),
     )
 
 
-def _head(options: SamplingOptions, active: Sequence[str]) -> HeadSampler | None:
+def _head(
+    options: SamplingOptions, active: Sequence[str], bias: Mapping[int, float]
+) -> HeadSampler | None:
     """The active samplers as one of the best logits alone, if that is enough for them."""
-    if active[:1] != ["top_k"] or ("temperature" in active and options.dynatemp_range > 0):
+    if active[:1] != ["top_k"] or any(value > -math.inf for value in bias.values()):
+        return None
+    if "temperature" in active and options.dynatemp_range > 0:
         return None
     found = [SAMPLERS[name].on_head for name in active[1:]]
     known = [partial(apply, options) for apply in found if apply is not None]
-    return HeadSampler(options.top_k, known) if len(known) == len(found) else None
+    if len(known) < len(found):
+        return None
+    return HeadSampler(options.top_k, known, frozenset(bias))
 
 
 def _bind(sampler: Sampler, setup: SamplerSetup) -> Filter:

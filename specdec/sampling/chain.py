@@ -140,7 +140,7 @@ class SamplerChain:
     def sample_head(self, ids: Sequence[int], logits: Sequence[float]) -> int:
         """What `sample` returns, but for rounding, from the ``head.n`` best tokens of the row."""
         assert self.head is not None
-        return ids[self.head.draw(logits, self._uniform())]
+        return self.head.draw(ids, logits, self._uniform())
 
     def accept(self, token: int) -> None:
         """Appends ``token`` to the text that penalties look at."""

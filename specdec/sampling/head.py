@@ -48,12 +48,25 @@ class Best:
 class HeadSampler:
     """A chain whose first filter is a top-k, and whose others do not ask which tokens these are."""
 
-    n: int
-    """The k of the first one."""
+    k: int
     filters: Sequence[HeadFilter]
+    """Those behind the first one."""
+    banned: frozenset[int] = frozenset()
+    """Tokens that are left out before it."""
 
-    def draw(self, logits: Sequence[float], uniform: float) -> int:
-        """The position that ``uniform`` in [0, 1) falls on, for the ``n`` best logits of a row."""
+    @property
+    def n(self) -> int:
+        """How many of a row's best tokens it has to know."""
+        return self.k + len(self.banned)
+
+    def draw(self, ids: Sequence[int], logits: Sequence[float], uniform: float) -> int:
+        """The token that ``uniform`` in [0, 1) falls on, of the ``n`` best ones of a row."""
+        if self.banned:
+            kept = [i for i, token in enumerate(ids) if token not in self.banned]
+            ids, logits = [ids[i] for i in kept], [logits[i] for i in kept]
+        return ids[self._position(logits[: self.k], uniform)]
+
+    def _position(self, logits: Sequence[float], uniform: float) -> int:
         for apply in self.filters:
             logits = apply(logits)
         sums = _sums_of_weights(logits)

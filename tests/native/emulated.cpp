@@ -18,7 +18,7 @@ int64_t specdec_kept(int64_t cols, int64_t bytes);
 void specdec_multiply(const Matrix* matrix, const float* x, int64_t n, int64_t bytes, float* kept,
                       float* out, int64_t n_threads);
 int64_t specdec_scratch(const Pass* pass);
-void specdec_layers(const Pass* pass);
+int64_t specdec_layers(const Pass* pass);
 }
 
 namespace {

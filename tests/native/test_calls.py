@@ -19,7 +19,7 @@ from specdec.models.delta_net import DeltaNetSpec
 from specdec.models.layers import LayerSpec, RopeSpec, RotaryEmbedding
 from specdec.models.rows import Rows
 from specdec.native.calls import layer_calls
-from specdec.native.layer import LayerStack
+from specdec.native.layer import LayerStack, PackedEmbedding
 from specdec.native.library import KEPT_SCRATCH, N_BEST, load_library
 from specdec.native.packing import pack
 from specdec.sampling.head import Best
@@ -37,7 +37,9 @@ SIZES: dict[str, Any] = {
     "attention_scale": 0.25,
 }
 PLAIN = LayerSpec(**SIZES)
-LAST_TWO: dict[str, Any] = {"n_logits": 2, "taps": (), "tapped": None}
+GIVEN = torch.nn.Identity()
+"""An embedding of what are hidden rows already."""
+LAST_TWO: dict[str, Any] = {"n_logits": 2, "taps": ()}
 RECURRENT = DeltaNetSpec(**SIZES, n_key_heads=2, n_value_heads=4, state_size=16, conv_kernel=4)
 
 
@@ -49,7 +51,7 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
     pairs = [build(spec) for spec in specs]
     weight, norm = random_rows(PLAIN, n_vocab), torch.rand(PLAIN.n_embd) + 0.5
     output = pack(weight.view(torch.uint8), "F32", PLAIN.n_embd)
-    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, output, "f32", softcap)
+    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, output, "f32", softcap, GIVEN)
     cache = KVCache([spec.cache_shape for spec in specs], 2048, device=CPU)
     runs, layers = [Run(plain) for plain, _ in pairs], [native for _, native in pairs]
     for start in range(0, 3 * n, n):
@@ -59,7 +61,7 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
             expected = run(expected)
         tables = [RotaryEmbedding(spec.rope).tables(start + n, CPU) for spec in specs]
         rows = Rows(start, n, exact=True)
-        out, found = stack(layers, hidden.clone(), cache, tables, rows, **LAST_TWO)
+        out, _, found = stack(layers, hidden.clone(), cache, tables, rows, **LAST_TWO)
         assert found is not None
         logits, best = found
         cache.advance(n)
@@ -84,13 +86,11 @@ def head_of(output: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, B
     """Logits of rows that a layer has not changed."""
     packed = pack(output.view(torch.uint8), "F32", PLAIN.n_embd)
     norm = torch.ones(PLAIN.n_embd)
-    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, packed, "f32", 0.0)
+    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, packed, "f32", 0.0, GIVEN)
     cache, tables = KVCache([PLAIN.cache_shape], 99, device=CPU), RotaryEmbedding(PLAIN.rope)
     n = len(hidden)
     rotary, rows = [tables.tables(n, CPU)], Rows(0, n, exact=True)
-    _, found = stack(
-        [build(PLAIN)[1]], hidden, cache, rotary, rows, n_logits=n, taps=(), tapped=None
-    )
+    _, _, found = stack([build(PLAIN)[1]], hidden, cache, rotary, rows, n_logits=n, taps=())
     assert found is not None
     return found
 
@@ -121,13 +121,13 @@ def test_logits_that_are_not_finite_have_no_order(value: float, place: int) -> N
 def test_a_hidden_state_that_is_no_number_gives_no_logits(softcap: float) -> None:
     norm, output = torch.ones(PLAIN.n_embd), random_rows(PLAIN, 20)
     packed = pack(output.view(torch.uint8), "F32", PLAIN.n_embd)
-    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, packed, "f32", softcap)
+    stack = LayerStack(load_library(), norm, PLAIN.rms_eps, packed, "f32", softcap, GIVEN)
     hidden = random_rows(PLAIN, 2)
     hidden[1, 3] = torch.nan
     cache, tables = KVCache([PLAIN.cache_shape], 8, device=CPU), RotaryEmbedding(PLAIN.rope)
     rows = Rows(0, 2, exact=True)
     layers = [build(PLAIN)[1]]
-    _, found = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, **LAST_TWO)
+    _, _, found = stack(layers, hidden, cache, [tables.tables(2, CPU)], rows, **LAST_TWO)
     assert found is not None
     logits, best = found
     assert best.tokens() == [logits[0].argmax(), -1]
@@ -238,3 +238,29 @@ def test_tables_for_wider_heads_never_reach_the_kernels() -> None:
         with pytest.raises(ValueError, match="turn 18 dimensions"):
             layer_calls(layers, cache, 0, 4, tables)
         layer_calls(layers, cache, 0, 4, [fits, wide, fits])  # the recurrent one turns nothing
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_packed_embedding_is_part_of_the_call(scale: float) -> None:
+    weight, norm = random_rows(PLAIN, 40), torch.ones(PLAIN.n_embd)
+    packed, library = pack(weight.view(torch.uint8), "F32", PLAIN.n_embd), load_library()
+    embedding = PackedEmbedding(library, packed)
+    tokens, layers = torch.tensor([39, 0, 7, 7]), [build(PLAIN)[1]]
+    found = []
+    for one, given in ((embedding, tokens), (GIVEN, embedding(tokens))):
+        stack = LayerStack(library, norm, PLAIN.rms_eps, packed, "f32", 0.0, one, scale)
+        cache, tables = KVCache([PLAIN.cache_shape], 9, device=CPU), RotaryEmbedding(PLAIN.rope)
+        arguments = cache, [tables.tables(4, CPU)], Rows(0, 4, exact=True)
+        out, tapped, _ = stack(layers, given, *arguments, n_logits=1, taps=(0, 1))
+        assert tapped is not None
+        assert torch.equal(tapped[:, 0], weight[tokens] * scale)
+        assert torch.equal(tapped[:, 1], out)
+        found.append(out)
+        for bad in ([1, 40], [-1], [0, 2**40]):
+            if one is embedding:
+                with pytest.raises(IndexError, match=r"not in 0 \.\.\. 39"):
+                    stack(layers, torch.tensor(bad), *arguments, n_logits=1, taps=())
+    assert torch.equal(*found)
+    stack = LayerStack(library, norm, PLAIN.rms_eps, packed, "f32", 0.0, embedding)
+    with pytest.raises(ValueError, match="expected int64"):
+        stack(layers, tokens.int(), *arguments, n_logits=1, taps=())

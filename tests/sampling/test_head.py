@@ -37,6 +37,8 @@ CHAINS: dict[str, dict[str, Any]] = {
     "wide": {"top_p": 0.9999, "min_p": 1e-9, "temp": 5.0},
     "the best": {"min_p": 1.0},
     "cold": {"temp": 1e-31},
+    "banned": {"ignore_eos": True, "logit_bias": ((7, -math.inf), (8, -math.inf))},
+    "banned, greedy": {"ignore_eos": True, "temp": 0.0},
     "other order": {"samplers": ("top_k", "temperature", "min_p", "top_p")},
 }
 
@@ -67,7 +69,6 @@ def test_draws_are_those_of_the_whole_chain(name: str, kind: str) -> None:
         {"dynatemp_range": 0.5},
         {"mirostat": 2},
         {"logit_bias": ((5, 1.0),)},
-        {"ignore_eos": True},
     ],
 )
 def test_other_chains_need_all_logits(options: dict[str, Any]) -> None:
@@ -94,5 +95,5 @@ def test_verification_emits_the_same_tokens(temp: float, first: int, top_k: int)
 
 def test_a_uniform_number_next_to_one_has_a_token() -> None:
     sampler = HeadSampler(2, [])
-    assert sampler.draw([0.0, -30.0], math.nextafter(1.0, 0.0)) == 0
-    assert sampler.draw([0.0, 0.0], math.nextafter(1.0, 0.0)) == 1
+    assert sampler.draw([5, 6], [0.0, -30.0], math.nextafter(1.0, 0.0)) == 5
+    assert sampler.draw([5, 6], [0.0, 0.0], math.nextafter(1.0, 0.0)) == 6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +11,9 @@ from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.layers import RotaryEmbedding
 from specdec.native import find_library, knows
-from specdec.native.calls import layer_calls
+from specdec.native.calls import LayerCalls, layer_calls
 from specdec.native.layer import NativeLayer, NativeLinear, NativeRMSNorm
-from specdec.native.library import LayerCall, Library, floats
+from specdec.native.library import Library, floats
 from specdec.native.modules import Packer
 from specdec.native.weights import Weights
 from specdec.options import Activations, Kernels
@@ -113,7 +111,7 @@ class NativeTrunk(nn.Module):
         hidden = self.output_norm(hidden)
         return TrunkOutput(hidden, hidden)
 
-    def _calls(self, cache: KVCache, n: int) -> ctypes.Array[LayerCall]:
+    def _calls(self, cache: KVCache, n: int) -> LayerCalls:
         tables = self._rotary.tables(cache.length + n, torch.device("cpu"))
         rotary = [tables] * len(self._layers)
         return layer_calls(self._layers, cache, 0, n, rotary, cache.length)
