@@ -24,10 +24,11 @@ from random_drafts import write_missing, write_mtp_target
 from specdec.bench import DEFAULT_PROMPTS, load_prompts
 from specdec.chat import Message
 from specdec.drafters.selection import draft_type
-from specdec.engine import Completion, Engine, Session
+from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.gguf_file import GGUFFile
 from specdec.options import AUTO, Options
+from specdec.session import Completion, Session
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"sampling__temp": 0.0},

@@ -20,11 +20,12 @@ from work import (
     timed_in_turn,
 )
 
-from specdec.engine import NATIVE_ROWS, Engine
+from specdec.engine import Engine
 from specdec.gguf_file import GGUFFile
 from specdec.kv_cache import KVCache
 from specdec.models.base import Target
 from specdec.options import Options, SamplingOptions
+from specdec.session import NATIVE_ROWS
 
 
 @torch.inference_mode()

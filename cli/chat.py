@@ -13,7 +13,7 @@ from specdec.errors import SpecdecError
 from specdec_cli.console import Console
 
 if TYPE_CHECKING:
-    from specdec.engine import Completion
+    from specdec.session import Completion
 
 COMMANDS = "/exit, /regen, /clear, /read FILE, /glob PATTERN"
 Answer = Callable[[list[Message]], "Completion"]

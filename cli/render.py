@@ -22,8 +22,9 @@ from specdec_cli.interrupts import Interrupts
 if TYPE_CHECKING:
     from specdec.chat import Message
     from specdec.check import Check
-    from specdec.engine import Chunk, Completion, Engine
+    from specdec.engine import Engine
     from specdec.generate import Round
+    from specdec.session import Chunk, Completion
     from specdec.stats import Statistics
     from specdec.tokenizer import Tokenizer
 
@@ -83,7 +84,7 @@ class Display:
         """Shows the prompt if asked to: its text on stdout, its tokens on stderr."""
         if not (self.options.verbose_prompt or self.options.display_prompt):
             return
-        from specdec.engine import template_variables
+        from specdec.session import template_variables
 
         tokenizer = engine.tokenizer
         tokens = engine.encode(prompt, template_variables(engine.options))

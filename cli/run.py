@@ -26,8 +26,9 @@ from specdec_cli.prompt import has_prompt, is_conversation, read_prompt, unescap
 
 if TYPE_CHECKING:
     from specdec.chat import Message
-    from specdec.engine import Completion, Engine, Session
+    from specdec.engine import Engine
     from specdec.options import Options
+    from specdec.session import Completion, Session
     from specdec_cli.render import Display
 
 messages = logging.getLogger(__name__)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from specdec.chat import Message
-from specdec.engine import Chunk, Completion, Engine, Session, template_variables
+from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.generate import Round, prefill
 from specdec.options import RANDOM_SEED
+from specdec.session import Chunk, Completion, Session, template_variables
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from specdec.engine import Completion
 from specdec.generate import Finish
 from specdec.options import SPEC_TYPES
+from specdec.session import Completion
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPT = FOLDER / "run.py"

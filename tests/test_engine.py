@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tiny
 
-from specdec.engine import Completion, Engine
+from specdec.engine import Engine
 from specdec.errors import ContextFullError, UsageError
 from specdec.generate import Finish
 from specdec.options import Options
+from specdec.session import Completion
 
 PROMPT = "Hello,hello,hello"
 

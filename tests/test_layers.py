@@ -41,6 +41,7 @@ LAYERS = {
     "stats": 4,
     "stops": 4,
     "trace": 5,
+    "session": 5,
     "engine": 5,
     "describe": 5,
     "describe_draft": 5,

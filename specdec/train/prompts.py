@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.chat import Message
-from specdec.engine import Engine, template_variables
+from specdec.engine import Engine
+from specdec.session import template_variables
 
 Source = Literal["user", "opening", "model"]
 
