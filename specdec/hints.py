@@ -43,6 +43,8 @@ class Circumstances:
     """Longest text the draft was trained for."""
     cache_types: tuple[str | None, ...] = ()
     """Types of the draft's key and value cache, as given."""
+    chose_lengths: bool = False
+    """Whether drafts were as long as was worth their time: late positions are rare then."""
 
 
 def likely_cause(per_position: Sequence[float], n_drafts: int, facts: Circumstances) -> str | None:
@@ -54,7 +56,7 @@ def likely_cause(per_position: Sequence[float], n_drafts: int, facts: Circumstan
         return None
     first = per_position[0] if per_position else 0.0
     if first >= LOW:
-        return _late_collapse(per_position)
+        return None if facts.chose_lengths else _late_collapse(per_position)
     seen = f"only {first:.0%} of the first drafted tokens are accepted"
     if facts.has_template and not facts.used_template:
         return f"{seen}: the prompt went without the model's chat template; leave out -no-cnv"
@@ -128,6 +130,7 @@ def _circumstances(engine: Engine, statistics: Statistics, used_template: bool) 
         n_text=statistics.n_prompt + statistics.emitted,
         n_trained=_trained_length(engine),
         cache_types=(draft.cache_type_k, draft.cache_type_v),
+        chose_lengths=statistics.chose_lengths,
     )
 
 

@@ -288,6 +288,8 @@ LOW = (0.1, 0.05)
         (LOW, 100, {"can_think": True}, "--reasoning off"),
         (FLAT, 100, {"can_think": True, "has_template": True}, None),
         ((0.7, 0.5, 0.02), 100, {}, "try --spec-draft-n-max 2"),
+        ((0.7, 0.5, 0.02), 100, {"chose_lengths": True}, None),
+        (LOW, 100, {"chose_lengths": True}, "another version"),
     ],
 )
 def test_causes(rates: tuple[float, ...], n_drafts: int, facts: Any, cause: str | None) -> None:
@@ -323,6 +325,18 @@ def test_a_run_that_chose_to_make_no_drafts_is_not_blamed(folder: Path) -> None:
     silent = Statistics(rounds=40, emitted=40, chose_lengths=True)
     assert explain(engine, silent, used_template=False) is None
     assert explain(engine, pooled([silent, Statistics()]), used_template=False) is None
+
+
+def test_a_run_that_chose_its_lengths_is_not_told_another(folder: Path) -> None:
+    """Positions that it seldom drafted are seldom accepted."""
+    engine = Engine.load(options(folder))
+    rounds = [round_of(2, 2, "draft-simple")] * 40 + [round_of(3, 2, "draft-simple")] * 2
+    statistics = sum_of(*rounds, round_of(3, 3, "draft-simple"))
+    cause = explain(engine, statistics, used_template=False)
+    assert cause is not None
+    assert "--spec-draft-n-max 2" in cause
+    statistics.chose_lengths = True
+    assert explain(engine, statistics, used_template=False) is None
 
 
 def test_ngrams_are_not_blamed(folder: Path) -> None:
