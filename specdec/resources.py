@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ SIDECARS: Mapping[str, str] = {
 
 CACHE_DIR = Path.home() / ".cache" / "specdec"
 """Where files from `--model-url` are kept."""
+
+MOST_THREADS = 512
+"""Compute threads that may be asked for, unless there are more processors; llama.cpp's limit."""
 
 SAMPLING_KEYS: Mapping[str, str] = {
     "top_k": "top_k",
@@ -297,9 +301,15 @@ def describe_device(name: str) -> str:
 
 
 def set_threads(n_threads: int) -> None:
-    """Sets torch's compute threads for the process; 0 or less keeps torch's own choice."""
+    """Sets torch's compute threads for the process; 0 or less keeps torch's own choice.
+
+    Raises `UsageError` for so many that they cannot all be meant: torch would crash on them.
+    """
     import torch
 
+    most = max(MOST_THREADS, os.cpu_count() or 1)
+    if n_threads > most:
+        raise UsageError(f"--threads {n_threads}: more than {most}")
     if n_threads > 0:
         torch.set_num_threads(n_threads)
 

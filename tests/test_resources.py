@@ -139,6 +139,12 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     assert "--gpu-layers all: no usable GPU" in caplog.text
 
 
+@pytest.mark.parametrize("n", [resources.MOST_THREADS * 1000, 2**31 - 1])
+def test_more_threads_than_anybody_means(n: int) -> None:
+    with pytest.raises(UsageError, match=f"--threads {n}: more than"):
+        resources.set_threads(n)
+
+
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_one_thread_is_one_thread(tmp_path: Path, kernels: str) -> None:
     """`--threads` counts for torch and for the kernels: with one, no thread is ever started."""
