@@ -14,7 +14,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from specdec.native.build import cache_folder
+from specdec.folders import cache_folder
 
 N_LAYER, N_EMBD, N_HEAD, N_FF = 24, 2048, 32, 8192
 SHAPE = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import ModelFileError, UsageError, unknown_name
+from specdec.folders import cache_folder
 from specdec.gguf_file import GGUFFile
 from specdec.options import DraftOptions, ModelOptions, Options
 
@@ -29,9 +30,6 @@ SIDECARS: Mapping[str, str] = {
     "draft-lilicorr": "dflash-",
 }
 """Spec type -> how the name of its draft begins in a repository that ships one, best first."""
-
-CACHE_DIR = Path.home() / ".cache" / "specdec"
-"""Where files from `--model-url` are kept."""
 
 MOST_THREADS = 512
 """Compute threads that may be asked for, unless there are more processors; llama.cpp's limit."""
@@ -163,7 +161,7 @@ def download(
 
 
 def download_url(url: str, *, offline: bool) -> Path:
-    """The file at an address, kept in `CACHE_DIR` under its name.
+    """The file at an address, kept in the cache folder under its name.
 
     Raises `ModelFileError` for a failed download and `UsageError` if none is allowed.
     """
@@ -171,14 +169,14 @@ def download_url(url: str, *, offline: bool) -> Path:
     import urllib.parse
     import urllib.request
 
-    path = CACHE_DIR / Path(urllib.parse.urlsplit(url).path).name
+    path = cache_folder() / Path(urllib.parse.urlsplit(url).path).name
     if path.is_file():
         return path
     if offline:
         raise UsageError(f"--model-url {url}: not downloaded yet, and --offline was given")
     part = path.with_name(f".{path.name}.part")
     try:
-        CACHE_DIR.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url) as reply, part.open("wb") as file:
             shutil.copyfileobj(reply, file)
         part.rename(path)
@@ -191,7 +189,7 @@ def download_url(url: str, *, offline: bool) -> Path:
 
 def cached_models() -> list[tuple[str, int]]:
     """Names and sizes in bytes of the GGUF files that were downloaded, hub files first."""
-    found = [(path.name, path.stat().st_size) for path in sorted(CACHE_DIR.glob("*.gguf"))]
+    found = [(path.name, path.stat().st_size) for path in sorted(cache_folder().glob("*.gguf"))]
     try:
         import huggingface_hub as hub
     except ImportError:

@@ -9,7 +9,7 @@ appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -68,13 +68,21 @@ class Verifier:
     def _samples(self, logits: Tensor, best: Best | None) -> Iterable[int]:
         """A token for each row, drawn one by one, each after the one before is accepted."""
         chain = self.chain
-        if best is not None and chain.greedy and best.reaches(1):
-            return best.tokens()
         if chain.greedy:
-            return best_tokens(logits)
-        if best is not None and chain.head is not None and best.reaches(chain.head.n):
-            return itertools.starmap(chain.sample_head, best.heads(chain.head.n))
-        return map(chain.sample, host_rows(logits))
+            tokens = [-1] if best is None else best.tokens()
+            return best_tokens(logits) if min(tokens) < 0 else tokens
+        if best is None or chain.head is None:
+            return map(chain.sample, host_rows(logits))
+        return self._samples_of_heads(logits, best, chain.head.n)
+
+    def _samples_of_heads(self, logits: Tensor, best: Best, n: int) -> Iterator[int]:
+        """The same from the ``n`` best of each row, where they are known."""
+        for row in range(logits.shape[0]):
+            head = best.head(row, n)
+            if head is None:
+                yield self.chain.sample(host_rows(logits[row]))
+            else:
+                yield self.chain.sample_head(*head)
 
     def _rejection(self, draft: Draft, logits: Floats) -> list[int]:
         """Accepts d with probability min(1, p(d) / q(d)), else draws from max(0, p - q)."""

@@ -19,6 +19,7 @@ LAYERS = {
     "sampler_names": 0,
     "data": 0,
     "memory": 0,
+    "folders": 0,
     "ggml_types": 1,
     "gguf_header": 1,
     "gguf_file": 1,

@@ -101,7 +101,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr(resources, "CACHE_DIR", cache)
+    monkeypatch.setattr(resources, "cache_folder", lambda: cache)
     path = tiny.write_target(tmp_path / "model.gguf")
     with pytest.raises(UsageError, match="--offline was given"):
         resources.download_url(path.as_uri(), offline=True)

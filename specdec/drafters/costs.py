@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.drafters.kept import read_numbers, write_json
-from specdec.native.build import cache_folder, processor
+from specdec.folders import cache_folder
+from specdec.native.build import processor
 from specdec.options import SamplingOptions
 from specdec.sampling.chain import best_tokens
 from specdec.version import __version__
@@ -34,6 +35,8 @@ FRESH = 8
 """Rounds with drafts that are compared with the rounds without one before them."""
 LARGEST_SURCHARGE = 4.0
 """Of drafts, against what was measured; also the largest discount."""
+LONGEST = 1e4
+"""Seconds; a file that speaks of more is damaged."""
 BUDGET = 1.0
 """Seconds after which no further repetition begins."""
 DEPTH = 128
@@ -251,6 +254,6 @@ def _read(path: Path, n_max: int) -> Costs | None:
     expected = {"draft": n_max + 1, "verify": n_max + 1, "observe": 1, "catch_up": 1}
     if rows is None or {name: len(row) for name, row in rows.items()} != expected:
         return None
-    if not min(rows["verify"]):
+    if not 0 < min(rows["verify"]) or max(max(row) for row in rows.values()) > LONGEST:
         return None
     return Costs(rows["draft"], rows["verify"], rows["observe"][0], rows["catch_up"][0])

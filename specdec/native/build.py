@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from specdec.errors import UnsupportedError
+from specdec.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +124,6 @@ def find_compiler() -> str:
     if chosen:
         raise UnsupportedError(f"native kernels: CXX: there is no '{chosen[0]}'")
     raise UnsupportedError("native kernels: found no C++ compiler; install g++ or set CXX")
-
-
-def cache_folder() -> Path:
-    """Where programs of this user keep what they can make again."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specdec"
 
 
 def compile_kernels(compiler: str, path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.sampling.candidates import COLDEST, NEARLY_ALL
@@ -30,18 +30,16 @@ class Best:
     logits: Sequence[float]
     """[R * n]"""
 
-    def reaches(self, n: int) -> bool:
-        """Whether the ``n`` best of every row are known."""
-        return n <= self.n and min(self.ids[:: self.n], default=0) >= 0
-
     def tokens(self) -> list[int]:
-        """The best one of each row."""
+        """The best one of each row, or -1."""
         return list(self.ids[:: self.n])
 
-    def heads(self, n: int) -> Iterator[tuple[Sequence[int], Sequence[float]]]:
-        """The ``n`` best of each row and their logits."""
-        for first in range(0, len(self.ids), self.n):
-            yield self.ids[first : first + n], self.logits[first : first + n]
+    def head(self, row: int, n: int) -> tuple[Sequence[int], Sequence[float]] | None:
+        """The ``n`` best of a row and their logits; None if they are not known."""
+        first = row * self.n
+        if n > self.n or self.ids[first] < 0:
+            return None
+        return self.ids[first : first + n], self.logits[first : first + n]
 
 
 @dataclass(frozen=True, slots=True)

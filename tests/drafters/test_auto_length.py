@@ -344,7 +344,9 @@ def test_costs_are_measured_once_for_a_pair(
     (again,) = engine.with_spec(engine.options.spec).drafter.drafters
     assert again.experience.costs.measured == drafter.experience.costs.measured
     monkeypatch.setattr(costs_module, "measure", lambda *_: CHEAP)
-    for damage in ("{", "[]", '{"draft": [], "verify": [], "observe": 0}'):
+    endless = [1e308] * (drafter.n_max + 1)
+    rows = {"draft": endless, "verify": endless, "observe": 0, "catch_up": 0}
+    for damage in ("{", "[]", '{"draft": [], "verify": [], "observe": 0}', json.dumps(rows)):
         path.write_text(damage)
         (again,) = engine.with_spec(engine.options.spec).drafter.drafters
         assert again.experience.costs.measured == CHEAP
