@@ -221,11 +221,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize("source", HOSTILE)
 def test_hostile_templates_end_in_one_line(source: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ModelFileError, match=r"^chat template: [^\n]*; give another one") as caught:
         render(source)
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_private_attributes_are_not_there() -> None:

@@ -233,8 +233,8 @@ def test_a_long_text_is_no_burden(drafter: Drafter, alphabet: int) -> None:
     drafter.begin(SAMPLING)
     drafter.observe(text, None)
     drafter.draft(0, 48)
-    started = time.perf_counter()
+    started = time.process_time()
     for token in range(20):
         drafter.draft(token, 48)
         drafter.observe(torch.tensor([token]), None)
-    assert (time.perf_counter() - started) / 20 < 0.02
+    assert (time.process_time() - started) / 20 < 0.05  # a search token by token takes seconds
