@@ -69,8 +69,7 @@ class Verifier:
         """A token for each row, drawn one by one, each after the one before is accepted."""
         chain = self.chain
         if chain.greedy:
-            tokens = [-1] if best is None else best.tokens()
-            return best_tokens(logits) if min(tokens) < 0 else tokens
+            return best_tokens(logits, best)
         if best is None or chain.head is None:
             return map(chain.sample, host_rows(logits))
         return self._samples_of_heads(logits, best, chain.head.n)

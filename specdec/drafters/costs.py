@@ -206,7 +206,8 @@ class _Rounds:
             self._drafter.draft(1, length)
         clock.append(time.perf_counter())
         block = self._tokens[: length + 1]
-        best_tokens(self._target(block, self._cache, taps=self._drafter.taps).logits)
+        output = self._target(block, self._cache, taps=self._drafter.taps)
+        best_tokens(output.logits, output.best)
         self._cache.truncate(self._depth)
         clock.append(time.perf_counter())
         if length:

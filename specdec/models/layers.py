@@ -101,9 +101,11 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The same of all positions up to ``end``, perhaps more; one object as long as they do."""
-        held = self._tables[0]
-        if end > held.shape[0] or held.device != device:
-            self._extend(max(end, 2 * held.shape[0], 512), device)
+        held, n = self._tables[0], self._tables[0].shape[0]
+        if end > n:
+            n = max(end, 2 * n, 512)
+        if n > held.shape[0] or held.device != device:
+            self._extend(n, device)
         return self._tables
 
     def _extend(self, n: int, device: torch.device) -> None:

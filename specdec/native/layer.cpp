@@ -135,8 +135,7 @@ void embed(const Pass& pass, int64_t t) {
   const Embedding& embedding = *pass.embedding;
   float* row = pass.hidden + t * embedding.table.cols;
   read_row(embedding.table, pass.tokens[t], row);
-  for (int64_t i = 0; embedding.scale != 1.0f && i < embedding.table.cols; i++)
-    row[i] *= embedding.scale;
+  for (int64_t i = 0; i < embedding.table.cols; i++) row[i] *= embedding.scale;
 }
 
 }  // namespace
@@ -154,6 +153,9 @@ int64_t specdec_call_size() { return sizeof(LayerCall); }
 int64_t specdec_head_size() { return sizeof(Head); }
 int64_t specdec_pass_size() { return sizeof(Pass); }
 int64_t specdec_embedding_size() { return sizeof(Embedding); }
+
+// Logits of a row that are given in order.
+int64_t specdec_n_best() { return N_BEST; }
 
 // Floats of scratch memory that a pass needs; its own scratch is null.
 int64_t specdec_scratch(const Pass* pass) {

@@ -37,8 +37,6 @@ ACTIVATION_BYTES = {"f32": 0, "int8": 1, "int16": 2}
 """What an activation is rounded to in products with quantised weights; 0 = not at all."""
 KEPT_SCRATCH = 1 << 20
 """Floats of scratch memory that are kept although a pass needs far fewer."""
-N_BEST = 64
-"""Logits of a row that are given in order, too; the number is that of layer.h."""
 Rounding = Literal["f32", "int8", "int16"]
 
 
@@ -164,6 +162,9 @@ class Library:
             size.restype = _INT
             if size() != ctypes.sizeof(structure):
                 raise UnsupportedError(f"native kernels: {path} was built with other structures")
+        lib.specdec_n_best.restype = _INT
+        self.n_best = lib.specdec_n_best()
+        """Logits of a row that are given in order, too."""
         self._scratch = threading.local()  # memory of a pass: the kernels run side by side
         lib.specdec_scratch.restype = _INT
         lib.specdec_scratch.argtypes = (_POINTER,)
@@ -251,7 +252,7 @@ class Library:
         IndexError for a token that the embedding does not have.
         """
         n_vocab = 0 if head is None else head.matrix.rows
-        n_best = min(N_BEST, n_vocab)
+        n_best = min(self.n_best, n_vocab)
         ids: Any = (_INT * (n_logits * n_best))()
         best: Any = (_FLOAT * (n_logits * n_best))()
         logits = torch.empty(n_logits, n_vocab)

@@ -47,6 +47,7 @@ class HeadSampler:
     """A chain whose first filter is a top-k, and whose others do not ask which tokens these are."""
 
     k: int
+    """How many tokens the first one leaves."""
     filters: Sequence[HeadFilter]
     """Those behind the first one."""
     banned: frozenset[int] = frozenset()

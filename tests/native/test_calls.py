@@ -20,7 +20,7 @@ from specdec.models.layers import LayerSpec, RopeSpec, RotaryEmbedding
 from specdec.models.rows import Rows
 from specdec.native.calls import layer_calls
 from specdec.native.layer import LayerStack, PackedEmbedding
-from specdec.native.library import KEPT_SCRATCH, N_BEST, load_library
+from specdec.native.library import KEPT_SCRATCH, load_library
 from specdec.native.packing import pack
 from specdec.sampling.head import Best
 
@@ -74,7 +74,7 @@ def test_a_stack_makes_logits_of_the_last_rows(softcap: float) -> None:
 
 
 def assert_ranked(best: Best, logits: torch.Tensor) -> None:
-    n = min(N_BEST, logits.shape[1])
+    n = min(load_library().n_best, logits.shape[1])
     order = logits.sort(descending=True, stable=True)
     assert best.n == n
     assert list(best.ids) == order.indices[:, :n].flatten().tolist()
@@ -158,6 +158,14 @@ def test_tables_live_as_long_as_what_points_to_them() -> None:
     layer_calls([layer], cache, 0, 4, [rotary.tables(4, CPU)])
     rotary.tables(5000, CPU)
     assert cos() is not None
+
+
+def test_tables_that_change_their_device_do_not_grow() -> None:
+    rotary = RotaryEmbedding(PLAIN.rope)
+    for device in [CPU, torch.device("meta")] * 2:
+        tables = rotary.tables(4, device)
+        assert tables is rotary.tables(512, device)
+        assert {(len(table), table.device) for table in tables} == {(512, device)}
 
 
 def test_memory_of_a_long_pass_is_not_kept_for_short_ones() -> None:
