@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from specdec.errors import UsageError
+from specdec.folders import write_whole
 from specdec.options import OutputOptions
 from specdec.trace import TraceFile
 from specdec_cli.interrupts import Interrupts
@@ -135,7 +135,7 @@ class Display:
     def save(self, text: str) -> None:
         """Writes the output file of a run that came to its end."""
         if self.options.file is not None:
-            write_atomically(self.options.file, text)
+            write_output(self.options.file, text)
 
     def verdict(self, check: Check, tokenizer: Tokenizer) -> None:
         """Says what `--spec-check` found."""
@@ -242,16 +242,9 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"--output: cannot write {path}: its folder is not there or not writable")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it. Raises `UsageError` if it cannot."""
+def write_output(path: Path, text: str) -> None:
+    """The whole output file at once. Raises `UsageError` if it cannot be written."""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, text)
     except OSError as error:
         raise UsageError(f"--output: cannot write {path}: {error.strerror}") from None

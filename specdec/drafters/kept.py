@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from specdec.folders import write_whole
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Writes values down at once: other runs see all of the file or nothing. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        written.write_text(json.dumps(values), encoding="utf-8")
-        written.replace(path)
+    write_whole(path, json.dumps(values))
 
 
 def read_numbers(path: Path) -> dict[str, tuple[float, ...]] | None:

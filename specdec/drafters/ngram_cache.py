@@ -21,6 +21,7 @@ from specdec.drafters.base import Draft
 from specdec.drafters.ngram import Tokens
 from specdec.drafters.selection import DraftContext
 from specdec.errors import ModelFileError, UsageError
+from specdec.folders import write_whole
 from specdec.options import SamplingOptions
 
 Counts = dict[tuple[int, ...], dict[int, int]]
@@ -222,12 +223,9 @@ def save_counts(path: Path, table: Counts) -> None:
         words += [*ngram, *[UNUSED] * (N_LONGEST - len(ngram)), len(after)]
         for token, number in after.items():
             words += (token, min(number, MAX_COUNT))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        np.array(words, dtype=np.int32).tofile(temporary)
-        temporary.replace(path)
+        write_whole(path, np.array(words, dtype=np.int32).tobytes())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ModelFileError(f"{path}: cannot write lookup cache: {error.strerror}") from error
 
 

@@ -24,8 +24,9 @@ import torch
 from specdec.chat import Message
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UnsupportedError, UsageError
+from specdec.folders import write_whole
 from specdec.models.base import Target
-from specdec.train.folder import TARGET, write_whole
+from specdec.train.folder import TARGET
 from specdec.train.lanes import End, Lanes, Request, Text
 from specdec.train.packed import check_target
 from specdec.train.precision import fastest_dtype

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecdecError, UsageError
+from specdec.folders import write_whole
 from specdec.models.base import Target
 from specdec.train.conversations import FILE, Record, check_folder, fingerprint, read_records
-from specdec.train.folder import write_whole
 from specdec.train.packed import check_target, read_texts
 
 log = logging.getLogger(__name__)

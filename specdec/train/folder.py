@@ -47,14 +47,3 @@ def _check_output(output: Path, target: Path | None) -> None:
         raise UsageError(f"--output: {output} is a folder; name a file")
     if target is not None and output.exists() and target.exists() and output.samefile(target):
         raise UsageError(f"--output: {output} is the target itself; name another file")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a small file that is never seen half written; raises `OSError`."""
-    part = path.with_name(path.name + ".new")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

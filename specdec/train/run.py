@@ -19,6 +19,7 @@ from specdec.bench import load_prompts
 from specdec.drafters.dflash.model import load
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
+from specdec.folders import write_whole
 from specdec.gguf_file import GGUFFile
 from specdec.models import check_architecture
 from specdec.options import Options, SpecOptions
@@ -29,7 +30,7 @@ from specdec.train.calibrate import calibrate
 from specdec.train.conversations import DataOptions, DataProgress, generate_data
 from specdec.train.dataset import Conversation, Dataset, FeatureProgress, compute_features
 from specdec.train.draft_file import draft_metadata, pick_outtype, write_draft, write_fresh_draft
-from specdec.train.folder import work_folder, write_whole
+from specdec.train.folder import work_folder
 from specdec.train.optimise import Report, Schedule, State, Trainer, read_checkpoint
 from specdec.train.precision import fast_memory
 from specdec.train.shape import DraftShape, default_shape
